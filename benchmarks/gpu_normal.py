@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Normal mode on one GPU: checked, then timed, beside a plain copy of the same bytes. Ranks are processes on it.
 
-    benchmarks/gpu_normal.py [--only normal_alone,normal_exchange,normal_deepep] [--programs 8,16,24] [--json FILE]
+    benchmarks/gpu_normal.py [--only normal_alone,normal_exchange,normal_deepep] [--programs 4,8,16]
+                             [--copies triton,tma] [--json FILE]
 
 Each part prints one JSON object. ``scripts/gpu-check`` runs all of it beside the tests. It has not run yet: no machine
 of the project has had a GPU. With ``--interpreter`` and a small shape it runs everywhere, and its times mean nothing.
@@ -9,7 +10,7 @@ of the project has had a GPU. With ``--interpreter`` and a small shape it runs e
 - ``normal_alone``: one rank, whose rows only go to its own outputs: what the kernels copy with so many programs.
 - ``normal_exchange``: two ranks that write each other's windows in GPU memory (CUDA IPC), BF16 and FP8 with scales: a
   dispatch whose size the host reads back, one from a handle, a combine; GB/s of received rows, and the share of what a
-  copy of the same bytes reaches in the same round. Target: 70% with 24 programs or fewer. Two processes on one device
+  copy of the same bytes reaches in the same round. Target: 70% with 16 programs or fewer. Two processes on one device
   take turns unless MPS runs (``machine.mps``), the copies beside them too.
 - ``normal_deepep``: the same two ranks by DeepEP's kernels inside a node, where its package loads; else which call
   failed.
@@ -18,6 +19,7 @@ of the project has had a GPU. With ``--interpreter`` and a small shape it runs e
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,10 +49,10 @@ class Shape(NamedTuple):
     programs: tuple[int, ...]
 
 
-def opened(exchange: Any, shape: Shape) -> Any:
-    """A Buffer whose windows lie in device memory, with room for all rows."""
+def opened(exchange: Any, shape: Shape, copy: str) -> Any:
+    """A Buffer whose windows lie in device memory, with room for all rows, which ``copy`` moves."""
     room = 2 * exchange.size * shape.tokens * (2 * shape.hidden + 256) + (1 << 20)
-    overrides = {"window": "device", "heap_bytes": room, "round_bytes": 64 << 20, "chunk_bytes": 1 << 20}
+    overrides = {"window": "device", "heap_bytes": room, "round_bytes": 64 << 20, "chunk_bytes": 1 << 20, "copy": copy}
     if interpreted():
         from tests.kernels import triton_normal_bodies
 
@@ -97,7 +99,7 @@ def figures(samples: dict[str, list[float]], nbytes: dict[str, int]) -> dict[str
     return found
 
 
-def measured(exchange: Any, shape: Shape, form: str) -> list[dict[str, Any]]:
+def measured(exchange: Any, shape: Shape, form: str, copy: str) -> list[dict[str, Any]]:
     """Figures of one rank for each number of programs, after its data was verified against the oracle."""
     import torch
 
@@ -114,7 +116,7 @@ def measured(exchange: Any, shape: Shape, form: str) -> list[dict[str, Any]]:
         lost=0.0,
         dtype=torch.float8_e4m3fn if quantised else torch.bfloat16,
     )
-    buffer, rank, inputs = opened(exchange, shape), exchange.rank, case.inputs()
+    buffer, rank, inputs = opened(exchange, shape, copy), exchange.rank, case.inputs()
     x, scales, ids, weights = (
         on_device(one[rank]) for one in (inputs.x, inputs.scales, inputs.topk_idx, inputs.topk_weights)
     )
@@ -156,6 +158,7 @@ def measured(exchange: Any, shape: Shape, form: str) -> list[dict[str, Any]]:
                 "rank": rank,
                 "ranks": exchange.size,
                 "format": form,
+                "copy": copy,
                 "tokens": shape.tokens,
                 "hidden": shape.hidden,
                 "programs_allowed": programs,
@@ -236,8 +239,10 @@ def parts(pool: Any, options: argparse.Namespace) -> dict[str, Callable[[], list
     limit = 580.0 if options.interpreter else 150.0
 
     def each(ranks: int) -> list[Any]:
-        forms = options.formats.split(",")
-        return [one for form in forms for rank in pool.run(ranks, measured, shape, form, timeout=limit) for one in rank]
+        kinds = itertools.product(options.formats.split(","), options.copies.split(","))
+        return [
+            one for kind in kinds for rank in pool.run(ranks, measured, shape, *kind, timeout=limit) for one in rank
+        ]
 
     return {
         "normal_alone": lambda: each(1),
@@ -252,7 +257,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=7168, help="values of a token, a multiple of 128")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each step")
     parser.add_argument("--calls", type=int, default=10, help="calls that make a sample")
-    parser.add_argument("--programs", default="8,16,24", help="most programs, comma-separated")
+    parser.add_argument("--programs", default="4,8,16", help="most programs, comma-separated")
+    parser.add_argument("--copies", default="triton", help="what moves rows, comma-separated: triton, tma")
     parser.add_argument("--formats", default=",".join(FORMATS), help="of rows, comma-separated")
     parser.add_argument("--interpreter", action="store_true", help="in Triton's interpreter, on CPU tensors")
     run_parts(parser, ("normal_alone", "normal_exchange", "normal_deepep"), parts)

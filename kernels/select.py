@@ -16,6 +16,7 @@ from ..native.groups import Group
 from ..protocol.layout import LowLatencyPlan
 
 if TYPE_CHECKING:
+    from .cuda.normal import CopyNormalKernels
     from .triton.low_latency import TritonLowLatencyKernels
     from .triton.normal import TritonNormalKernels
 
@@ -67,6 +68,18 @@ def device_normal_kernels(ranks: int, interpreted: bool) -> TritonNormalKernels:
     kernels = TritonNormalKernels(ranks)
     _check_interpreter(kernels.target.interpreted, interpreted)
     return kernels
+
+
+def copy_normal_kernels(ranks: int) -> CopyNormalKernels:
+    """The same whose rows bulk copies move.
+
+    Raises:
+        ConfigError: this GPU has none, or something is missing that compiles or loads these kernels.
+    """
+    from .cuda.normal import CopyNormalKernels, check_copies
+
+    check_copies(ranks)
+    return CopyNormalKernels(ranks)
 
 
 def _without_triton(mode: str, error: ImportError) -> ConfigError:

@@ -208,6 +208,7 @@ class Settings:
     chunk_bytes: int = 1 * _MIB
     chunk_depth: int = 4
     programs: int = 0
+    copy: str = "auto"
     tcp_connections: int = 2
     tcp_auth: bool = False
     socket_ifname: str = ""
@@ -412,6 +413,13 @@ SETTINGS: tuple[Variable, ...] = (
         _integer(0, 16),
         True,
         "GPU programs (SMs) of normal mode, each of which serves a channel; 0: 16. Never more than `Config.num_sms`",
+    ),
+    Variable(
+        "copy",
+        _choice("auto", "triton", "tma"),
+        False,
+        "what moves rows of normal mode between GPUs that map each other's memory; tma: bulk copies of the tensor "
+        "memory accelerator (sm_90 and newer, CuPy), which no GPU has measured yet: auto is triton",
     ),
     Variable("tcp_connections", _integer(1, 16), True, "TCP connections per peer and proxy"),
     Variable(

@@ -101,9 +101,6 @@ ROUTE_RAIL_SEND = next(_word)  # by node: rows over the rail
 ROUTE_RAIL_RECV = next(_word)  # by node: rows that came over the rail
 ROUTE_TABLES = next(_word)  # how many these are
 
-#: What a launch of a dispatch does: all of it, its opening, or what follows that.
-WHOLE, OPENING, MOVING = range(3)
-
 
 def scratch_bytes(ranks: int) -> tuple[int, int]:
     """Bytes of a channel behind the tables: int32[pipes, STEP], where the rows of a turn stand in each pipe; and

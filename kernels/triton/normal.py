@@ -13,11 +13,12 @@ from ...protocol.message import NormalNotify, element_bytes
 from ...protocol.pipe import LINE, pipe_count
 from ...protocol.streams import MAX_CHANNELS
 from ..blocks import normal_device as block
-from ..blocks.normal_device import OPENING, WHOLE, DeviceNormalState, NormalFormat, NormalOpening, NormalTensors
+from ..blocks.normal_device import DeviceNormalState, NormalFormat, NormalOpening, NormalTensors
 from .launch import Launch, Target, Variant, present_target
 from .low_latency import MAX_TOPK
 from .normal_combine import combine_rows
 from .normal_dispatch import dispatch_rows
+from .normal_open import open_rows
 from .routing import mark_tokens, report_ids
 
 #: Threads of a program.
@@ -67,6 +68,7 @@ class TritonNormalKernels:
         self._reporting = Variant(report_ids, {"BACKEND": self.target.backend})
         # each is made once for its formats, of which an engine has a few
         self._of_mark = functools.cache(self._make_mark)
+        self._of_opening = functools.cache(self._make_opening)
         self._of_dispatch = functools.cache(self._make_dispatch)
         self._of_combine = functools.cache(self._make_combine)
 
@@ -109,7 +111,7 @@ class TritonNormalKernels:
         tensors = NormalTensors(at, at, at, at, at, at, at, at)
         if form.kind == NormalNotify.OPERATION_COMBINE:
             return self.combine(at, at, form, opening, tensors, 1, at, 1, (at,) * biases)
-        found = self.dispatch(at, at, form, opening, tensors, 1, at, 1, WHOLE)
+        found = self.dispatch(at, at, form, opening, tensors, 1, at, 1, False) + self.open(at, at, form, opening, 1)
         if form.topk:
             found += self.mark(at, at, at, 1, form.topk, experts, at, at, at, at)
         return found
@@ -155,6 +157,19 @@ class TritonNormalKernels:
 
     # -- the exchange -------------------------------------------------------------------------------------------
 
+    def open(
+        self, context: int, state: int, form: NormalFormat, opening: NormalOpening, capacity: int
+    ) -> tuple[Launch, ...]:
+        """The opening alone: see :func:`.normal_open.open_rows`. ``capacity``: rows that were promised to be enough, 0:
+        none."""
+        variant = self._of_opening(form.kind, form.node_ranks > 0)
+        told = _told(form, opening, capacity)
+        return (Launch(variant, (1, 1, 1), (context, state, form.channels, form.node_ranks, *told)),)
+
+    def _make_opening(self, kind: int, nodes: bool) -> Variant:
+        shared = {name: self._shared[name] for name in ("RANKS", "TOKENS", "PIPES", "BACKEND")}
+        return Variant(open_rows, {"KIND": kind, "NODES": nodes, **shared}, self._warps)
+
     def dispatch(
         self,
         context: int,
@@ -165,35 +180,20 @@ class TritonNormalKernels:
         capacity: int,
         marks: int,
         kept: int,
-        part: int,
+        is_open: bool,
     ) -> tuple[Launch, ...]:
-        """A dispatch into outputs of ``capacity`` rows, or a part of it: see :func:`.normal_dispatch.dispatch_rows`.
+        """A dispatch into outputs of ``capacity`` rows: see :func:`.normal_dispatch.dispatch_rows`.
 
         Args:
-            capacity: with OPENING: rows that were promised to be enough, 0 = no promise.
-            marks, kept: of the rows that this rank forwards. part: WHOLE, OPENING or MOVING.
+            marks, kept: of the rows that this rank forwards. is_open: :meth:`open` was launched before.
         """
         arguments = (
             context,
             state,
             form.channels,
             form.node_ranks,
-            part,
-            opening.in_rank,
-            opening.tokens,
-            opening.route,
-            opening.expert_counts,
-            opening.number,
-            opening.info,
-            opening.ticket,
-            capacity,
-            form.shape,
-            form.shape_step,
-            form.kind << 16 | form.dtype,
-            form.row_bytes,
-            form.meta_bytes,
-            form.local_experts,
-            max(form.topk, 1),
+            int(is_open),
+            *_told(form, opening, capacity),
             tensors.x,
             tensors.topk_idx,
             tensors.weights,
@@ -206,8 +206,7 @@ class TritonNormalKernels:
             kept,
         )
         kind = (form.kind, form.node_ranks > 0, form.row_bytes, form.scale_bytes, form.topk)
-        programs = 1 if part == OPENING else form.channels
-        return (Launch(self._of_dispatch(*kind), (programs, 1, 1), arguments),)
+        return (Launch(self._of_dispatch(*kind), (form.channels, 1, 1), arguments),)
 
     def _moving(self, row_bytes: int, topk: int) -> dict[str, int]:
         """Constants of whatever copies rows; all dtypes are copied alike."""
@@ -282,3 +281,24 @@ class TritonNormalKernels:
             **self._moving(row_bytes, topk),
         }
         return Variant(combine_rows, constants, self._warps, fused=False)
+
+
+def _told(form: NormalFormat, opening: NormalOpening, capacity: int) -> tuple[int, ...]:
+    """Arguments of a kernel that opens: :class:`.normal_notify.Opening`."""
+    return (
+        opening.in_rank,
+        opening.tokens,
+        opening.route,
+        opening.expert_counts,
+        opening.number,
+        opening.info,
+        opening.ticket,
+        capacity,
+        form.shape,
+        form.shape_step,
+        form.kind << 16 | form.dtype,
+        form.row_bytes,
+        form.meta_bytes,
+        form.local_experts,
+        max(form.topk, 1),
+    )

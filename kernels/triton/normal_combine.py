@@ -452,4 +452,4 @@ def combine_rows(
         )
     if (opened == 0) | has_failed_now(context, BACKEND):
         _clear(one, tensors, SumShape(HIDDEN, DTYPE, BIASES, TOGETHER, TOPK, SLOTS, SUMMED_ROWS, SUMMED), BACKEND)
-    end_kernel(one, none, NODES, PIPES, BACKEND)
+    end_kernel(one, NODES, PIPES, BACKEND)

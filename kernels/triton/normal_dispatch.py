@@ -71,7 +71,7 @@ UNALIGNED = [
     "out_scales",
     "marks",
     "kept",
-    "opening_only",
+    "is_open",
 ]
 
 
@@ -330,7 +330,7 @@ def dispatch_rows(
     state: tl.int64,
     channels: tl.int64,
     node_ranks: tl.int64,
-    opening_only: tl.int64,
+    is_open: tl.int64,
     in_rank: tl.int64,
     tokens: tl.int64,
     route: tl.int64,
@@ -371,12 +371,12 @@ def dispatch_rows(
     STARTS_IN_ORDER: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Dispatch; grid (channels,), or (1,) for the opening alone. Addresses and sizes are those of
-    :class:`.normal_open.Opening` and :class:`Tensors`.
+    """Dispatch; grid (channels,). Addresses and sizes are those of :class:`.normal_notify.Opening` and
+    :class:`Tensors`.
 
     Args:
-        opening_only: 0 = open and move, 1 = open, 2 = move what an earlier launch has opened.
-        capacity: rows of the outputs; while ``opening_only`` is not 2: those promised to be enough, 0 = no promise.
+        is_open: 0 = open and move, 1 = move what :func:`.normal_open.open_rows` has opened.
+        capacity: rows of the outputs; where it is opened here: those promised to be enough, 0 = no promise.
     """
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     tokens, capacity, meta_bytes = tokens.to(tl.int64), capacity.to(tl.int64), meta_bytes.to(tl.int64)
@@ -384,7 +384,7 @@ def dispatch_rows(
     program = channel_number(state, STARTS_IN_ORDER)
     stride = row_bytes + meta_bytes
     one = channel_of(context, state, program, channels, node_ranks, stride, KIND, NODES)
-    if (program == 0) & (opening_only != 2):
+    if (program == 0) & (is_open == 0):
         opening = Opening(
             in_rank,
             tokens,
@@ -403,31 +403,30 @@ def dispatch_rows(
             most_each.to(tl.int64),
         )
         open_operation(one, opening, KIND, NODES, RANKS, TOKENS, PIPES, BACKEND)
-    if opening_only != 1:
-        tensors = Tensors(
-            x,
-            in_rank,
-            tokens,
-            topk_idx,
-            weights,
-            scales,
-            out,
-            out_idx,
-            out_weights,
-            out_scales,
-            capacity,
-            local_experts,
-            meta_bytes,
-            marks,
-            kept.to(tl.int64),
+    tensors = Tensors(
+        x,
+        in_rank,
+        tokens,
+        topk_idx,
+        weights,
+        scales,
+        out,
+        out_idx,
+        out_weights,
+        out_scales,
+        capacity,
+        local_experts,
+        meta_bytes,
+        marks,
+        kept.to(tl.int64),
+    )
+    if await_opened(one, BACKEND) != 0:
+        _exchange(
+            one,
+            tensors,
+            RowShape(WORDS, TOPK, SLOTS, SCALE_WORDS, SCALES, ROWS, BLOCK),
+            NODES,
+            PIPES,
+            BACKEND,
         )
-        if await_opened(one, BACKEND) != 0:
-            _exchange(
-                one,
-                tensors,
-                RowShape(WORDS, TOPK, SLOTS, SCALE_WORDS, SCALES, ROWS, BLOCK),
-                NODES,
-                PIPES,
-                BACKEND,
-            )
-    end_kernel(one, opening_only == 1, NODES, PIPES, BACKEND)
+    end_kernel(one, NODES, PIPES, BACKEND)

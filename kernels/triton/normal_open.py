@@ -53,6 +53,7 @@ from .context import (
     sticky_code,
     wait_limit,
 )
+from .kernel import kernel
 from .normal_notify import (
     DISPATCH,
     NOTIFY,
@@ -75,6 +76,7 @@ from .normal_pipes import (
     EVERYTHING,
     Channel,
     as_long,
+    channel_of,
     chunk_rows,
     entry,
     fail_by_notes,
@@ -367,3 +369,83 @@ def await_opened(one: Channel, BACKEND: tl.constexpr) -> tl.tensor:
     # each thread has acquired for itself: now for the others
     settle(BACKEND)
     return (opened == number + 1).to(tl.int32)
+
+
+#: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
+UNALIGNED = [
+    "channels",
+    "node_ranks",
+    "in_rank",
+    "tokens",
+    "route",
+    "expert_counts",
+    "number",
+    "ticket",
+    "capacity",
+    "shape",
+    "shape_step",
+    "coding",
+    "meta_bytes",
+    "local_experts",
+    "most_each",
+]
+
+
+@kernel(do_not_specialize=UNALIGNED)
+def open_rows(
+    context: tl.int64,
+    state: tl.int64,
+    channels: tl.int64,
+    node_ranks: tl.int64,
+    in_rank: tl.int64,
+    tokens: tl.int64,
+    route: tl.int64,
+    expert_counts: tl.int64,
+    number: tl.int64,
+    info: tl.int64,
+    ticket: tl.int64,
+    capacity: tl.int64,
+    shape: tl.int64,
+    shape_step: tl.int64,
+    coding: tl.int64,
+    row_bytes: tl.int64,
+    meta_bytes: tl.int64,
+    local_experts: tl.int64,
+    most_each: tl.int64,
+    KIND: tl.constexpr,
+    NODES: tl.constexpr,
+    RANKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PIPES: tl.constexpr,
+    BACKEND: tl.constexpr,
+) -> None:
+    """Open an operation whose rows a later launch moves; grid (1,). Addresses and sizes are those of
+    :class:`.normal_notify.Opening`. Where the ranks part nothing is left to do, and the operation is over."""
+    channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
+    row_bytes, meta_bytes = row_bytes.to(tl.int64), meta_bytes.to(tl.int64)
+    first = tl.full((), 0, tl.int64)
+    one = channel_of(context, state, first, channels, node_ranks, row_bytes + meta_bytes, KIND, NODES)
+    opening = Opening(
+        in_rank,
+        tokens.to(tl.int64),
+        route,
+        expert_counts,
+        number,
+        info,
+        ticket.to(tl.int64),
+        capacity.to(tl.int64),
+        shape.to(tl.int64),
+        shape_step.to(tl.int64),
+        coding.to(tl.int64),
+        row_bytes,
+        meta_bytes,
+        local_experts.to(tl.int64),
+        most_each.to(tl.int64),
+    )
+    open_operation(one, opening, KIND, NODES, RANKS, TOKENS, PIPES, BACKEND)
+    before = peek(state + W_NUMBER)
+    parted = peek(state + W_OPENED) != before + 1
+    # every thread has read what one of them is about to overwrite
+    settle(BACKEND)
+    if parted:
+        poke(state + W_NUMBER, before + 1)

@@ -103,18 +103,13 @@ def end_turns(one: Channel, found: tl.tensor, NODES: tl.constexpr, PIPES: tl.con
 
 
 @triton.jit
-def end_kernel(
-    one: Channel, opening_only: tl.tensor, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr
-) -> None:
-    """Count this program as ended; the last one closes the operation. Of an opening alone only one whose ranks parted
-    is closed."""
+def end_kernel(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
+    """Count this program as ended; the last one closes the operation."""
     number = peek(one.state + W_NUMBER)
     opened = peek(one.state + W_OPENED) == number + 1
-    last = (opening_only != 0) & (opened == 0)
-    if opening_only == 0:
-        if opened & (has_failed_now(one.context, BACKEND) == 0):
-            count_messages(one, NODES, PIPES)
-        last = arrive_last(one.state + W_ENDED, 1, one.channels, BACKEND)
+    if opened & (has_failed_now(one.context, BACKEND) == 0):
+        count_messages(one, NODES, PIPES)
+    last = arrive_last(one.state + W_ENDED, 1, one.channels, BACKEND)
     # every thread has read what one of them is about to overwrite
     settle(BACKEND)
     if last:

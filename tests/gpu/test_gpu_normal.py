@@ -37,6 +37,16 @@ def test_against_the_oracle(on_gpu: GpuRanks, ranks: int, path: str) -> None:
     on_gpu.run(ranks, gpu_bodies.normal_against_the_oracle, PATHS[path], cases_of(ranks), timeout=500)
 
 
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_bulk_copies(on_gpu: GpuRanks, ranks: int, rounds: bool) -> None:
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    if torch.version.hip or torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no bulk copies before sm_90")
+    overrides = {**PATHS["ipc"], **(ROUNDS if rounds else {}), "copy": "tma"}
+    on_gpu.run(ranks, gpu_bodies.normal_against_the_oracle, overrides, cases_of(ranks), timeout=500)
+
+
 @pytest.mark.parametrize("path", ["shm", "ipc"])
 def test_rounds(on_gpu: GpuRanks, path: str) -> None:
     overrides = {**PATHS[path], **ROUNDS}

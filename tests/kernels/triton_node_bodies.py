@@ -238,12 +238,7 @@ def silent(exchange: StoreExchange, overrides: dict[str, Any], who: int) -> tupl
 def only_open(buffer: Buffer) -> None:
     """From now on dispatches are opened, and their rows do not move."""
     normal: Any = buffer._backend.normal
-    launches = normal._kernels.dispatch
-
-    def opening(*arguments: Any) -> Any:
-        return launches(*arguments) if arguments[-1] == block.OPENING else ()
-
-    normal._kernels.dispatch = opening
+    normal._kernels.dispatch = lambda *_: ()
     normal._session.end = lambda *_, **__: None
 
 

@@ -26,7 +26,7 @@ from ..errors import ConfigError
 from ..gpu.context import GpuContext
 from ..handles import DispatchOrigin, EventOverlap, NormalGpuHandle
 from ..kernels.blocks import normal_device as block
-from ..kernels.blocks.normal_device import MOVING, OPENING, WHOLE, NormalOpening, NormalTensors
+from ..kernels.blocks.normal_device import NormalOpening, NormalTensors
 from ..protocol.message import NormalNotify
 from .normal_arguments import DispatchArguments, NormalArguments, check_experts, check_ids
 from .normal_gpu_route import Marks, Route, all_of, new_marks, run_all
@@ -151,8 +151,7 @@ class NormalGpu:
             per_local: list[int] = []
             with session.operation(form) as operation:
                 if reads_back:
-                    none = NormalTensors(0, 0, 0, 0, 0, 0, 0, 0)
-                    work = self._kernels.dispatch(*present.addresses, wire, opening, none, 0, 0, 0, OPENING)
+                    work = present.kernels.open(*present.addresses, wire, opening, 0)
                     steps = (*before, *all_of(work))
                     session.launch(operation, lambda: run_all(steps), used, finish=False)
                     session.wait_reply(operation, form, present)
@@ -163,7 +162,7 @@ class NormalGpu:
                 if form.kind == NormalNotify.OPERATION_CACHED_DISPATCH and self._runtime.mask.any():
                     outputs.rows.view(torch.uint8).zero_()
                 marks, kept = _marks_of(known)
-                moved = self._kernels.dispatch(
+                moved = present.kernels.dispatch(
                     *present.addresses,
                     wire,
                     opening,
@@ -171,7 +170,7 @@ class NormalGpu:
                     known.capacity,
                     marks if form.kind == NormalNotify.OPERATION_DISPATCH else 0,
                     kept,
-                    MOVING if reads_back else WHOLE,
+                    reads_back,
                 )
                 steps = (*before, *all_of(moved))
                 used = [*used, *outputs.tensors, *_copied(x, topk_idx, topk_weights, *layout)]
@@ -236,7 +235,7 @@ class NormalGpu:
                 rows.data_ptr(), 0, _address(weights), 0, out.data_ptr(), 0, _address(out_weights), 0
             )
             given = tuple(one.data_ptr() for one in biases)
-            launches = self._kernels.combine(
+            launches = present.kernels.combine(
                 *present.addresses, wire, opening, tensors, rows.shape[0], *_marks_of(handle), given
             )
             used = [rows, out, *biases, handle.route, handle.number, handle.is_token_in_rank]

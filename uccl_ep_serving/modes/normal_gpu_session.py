@@ -23,7 +23,7 @@ from ..gpu.window import DeviceSpace
 from ..handles import EventOverlap
 from ..kernels.blocks import normal_device as block
 from ..kernels.blocks.normal_device import DeviceNormalState, NormalFormat
-from ..kernels.select import device_normal_kernels
+from ..kernels.select import copy_normal_kernels, device_normal_kernels
 from ..protocol.message import NormalNotify
 from .epoch import Epoch, Operation
 from .open_reply import OpenReply
@@ -49,11 +49,13 @@ class Present(NamedTuple):
         space: the kernel context, in device memory.
         state: counters, in device memory.
         reply: what the opening of an operation tells the host.
+        kernels: that serve it.
     """
 
     space: DeviceSpace
     state: DeviceNormalState
     reply: OpenReply
+    kernels: TritonNormalKernels
 
     @property
     def addresses(self) -> tuple[int, int]:
@@ -72,20 +74,24 @@ class NormalGpuSession:
         gpu: memory, streams and space, shared with low-latency mode.
 
     Attributes:
-        kernels: of normal mode.
+        kernels: of normal mode, Triton's.
         epoch: that the counters belong to.
     """
 
     def __init__(self, runtime: Runtime, gpu: GpuContext) -> None:
         with gpu.on_its_device():
             self.kernels: TritonNormalKernels = device_normal_kernels(runtime.ranks, gpu.interpreted)
+            #: Those that serve where all windows are mapped.
+            self._direct = self.kernels
+            if runtime.settings.copy == "tma":
+                self._direct = copy_normal_kernels(runtime.ranks)
         self.epoch = Epoch(runtime, gpu=gpu)
         self._runtime = runtime
         self._gpu = gpu
         self._present: Present | None = None
         self._ticket = 0
         self._last: RowFormat | None = None
-        self._warm: set[tuple[RowFormat, int]] = set()
+        self._warm: set[tuple[RowFormat, int, str]] = set()
 
     def check(self, phase: str) -> None:
         """Raise what is known to be wrong: of this Buffer, or of an operation whose end nobody waited for."""
@@ -125,9 +131,8 @@ class NormalGpuSession:
                 "raise UCCL_EP_HEAP_BYTES, and UCCL_EP_CHUNK_BYTES, on all ranks"
             )
         self.kernels.check(runtime.settings, form.topk)
-        kind = (form._replace(origin=(-1, -1)), biases)
         new = self._present is None or not self.epoch.present
-        if capturing and (new or kind not in self._warm):
+        if capturing and (new or self._kind(form, biases) not in self._warm):
             raise ConfigError(
                 f"{form.name}: its kernels and counters are not there yet, which no graph can capture. Next step: "
                 "dispatch and combine once in the same formats before the capture"
@@ -135,12 +140,13 @@ class NormalGpuSession:
         if self._present is None or new:
             self._present = self._build()
             self.epoch.enter()
-        wire = wire_format(form)
+        present, wire = self._present, wire_format(form)
+        kind = self._kind(form, biases)
         if kind not in self._warm:
 
             def compile() -> None:
                 with self._gpu.on_its_device():
-                    self.kernels.warm(wire, form.local_experts * runtime.ranks, biases)
+                    present.kernels.warm(wire, form.local_experts * runtime.ranks, biases)
 
             # All ranks are in their first operation together, those with CPU kernels as well; formats may differ.
             if self._warm:
@@ -148,7 +154,12 @@ class NormalGpuSession:
             else:
                 runtime.compile_together(compile)
             self._warm.add(kind)
-        return self._present, wire
+        return present, wire
+
+    def _kind(self, form: RowFormat, biases: int) -> tuple[RowFormat, int, str]:
+        """What kernels of the present epoch are compiled for."""
+        assert self._present is not None
+        return form._replace(origin=(-1, -1)), biases, self._present.kernels.name
 
     def _build(self) -> Present:
         """Counters at zero and words for the runtime's epoch."""
@@ -167,7 +178,7 @@ class NormalGpuSession:
         runtime.before_unmapping(release)
         state = self._gpu.prepare(lambda: kernels.new_state(runtime.layout, memory.device))
         states.append(state)
-        return Present(space, state, reply)
+        return Present(space, state, reply, self._direct if space.all_mapped else self.kernels)
 
     # -- one operation ------------------------------------------------------------------------------------------
 

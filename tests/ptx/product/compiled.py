@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tests.ptx.translation.host_code import Kernel
+from uccl_ep_serving.kernels.cuda.normal import CopyLaunch
 from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
 from uccl_ep_serving.kernels.triton.launch import Launch
 
@@ -37,7 +38,7 @@ class Compiled:
     """
 
     def __init__(self, weak: bool, gpu: str = "sm_90") -> None:
-        self._weak, self._gpu = weak, GPUS[gpu]
+        self._weak, self._name, self._gpu = weak, gpu, GPUS[gpu]
         self._edit: Edit = lambda name, text: text
         self._kernels: dict[str, Kernel] = {}
         #: of an edit, gone with it
@@ -49,8 +50,13 @@ class Compiled:
         other._edit, other._edited = edit, {}
         return other
 
-    def ready(self, launch: Launch) -> Ready:
-        """The way of a launch through Triton, specialized for its arguments, up to the driver."""
+    def ready(self, launch: Launch | CopyLaunch) -> Ready:
+        """The way of a launch through Triton, specialized for its arguments, or through NVRTC, up to the driver."""
+        if isinstance(launch, CopyLaunch):
+            text = self._edit(launch.code.function, launch.code.compiled(self._name).ptx)
+            if text not in self._kernels:
+                self._kernels[text] = Kernel(text, self._weak)
+            return Ready(self._kernels[text], list(launch.arguments), launch.code.shared)
         with compiling_for(self._gpu):
             built = launch.build()
         given = built.asm["ptx"]

@@ -28,6 +28,7 @@ from uccl_ep_serving.gpu.context import GpuContext
 from uccl_ep_serving.gpu.streams import HostOrder, StreamOrder
 from uccl_ep_serving.handles import EventOverlap
 from uccl_ep_serving.kernels import select
+from uccl_ep_serving.kernels.cuda import normal as copies
 from uccl_ep_serving.kernels.triton import launch, low_latency, normal
 from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
 from uccl_ep_serving.modes.normal_gpu import NormalGpu
@@ -188,7 +189,7 @@ class ModelGroup(FakeGroup):
         rank: int = self._here.rank
         return rank
 
-    def launch(self, one: launch.Launch) -> None:
+    def launch(self, one: launch.Launch | copies.CopyLaunch) -> None:
         """In place of ``Launch.run``: what Triton's launcher would hand to the driver runs on the machine."""
         ready = self.compiled.ready(one)
         self.machine.launch_later(self._here.rank, ready.kernel, one.grid, ready.arguments, ready.shared)
@@ -230,5 +231,8 @@ def _launching(group: ModelGroup) -> Iterator[None]:
             patch.setattr(module, "present_target", lambda: target)
         patch.setattr(launch.Launch, "run", lambda self: group.launch(self))
         patch.setattr(launch.Launch, "compile", lambda self: group.compiled.ready(self))
+        for method, instead in (("run", group.launch), ("compile", group.compiled.ready)):
+            patch.setattr(copies.CopyLaunch, method, lambda self, instead=instead: instead(self))
+        patch.setattr(copies, "check_copies", lambda ranks: None)
         patch.setattr(select, "_check_interpreter", lambda present, wanted: None)
         yield

@@ -61,6 +61,20 @@ def test_many_seeds(memory: str, path: str, shape: str, narrow: bool) -> None:
         trials.exchange(compiled(memory), memory, path, SHAPES[shape], seed, narrow)
 
 
+@pytest.mark.parametrize(("memory", "shape"), [("sequential", "three ranks"), ("weak", "bf16")])
+def test_bulk_copies(memory: str, shape: str) -> None:
+    trials.exchange(compiled(memory), memory, "mapped", SHAPES[shape], 1, memory == "weak", copies=["tma"])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
+@pytest.mark.parametrize("copies", [["tma"], ["tma", "triton"]], ids=["alone", "beside Triton's"])
+@pytest.mark.parametrize(("memory", "shape"), list(itertools.product(trials.MEMORIES, SHAPES)))
+def test_many_seeds_of_bulk_copies(memory: str, shape: str, copies: list[str], narrow: bool) -> None:
+    for seed in range(SEEDS[memory]):
+        trials.exchange(compiled(memory), memory, "mapped", SHAPES[shape], seed, narrow, copies=copies)
+
+
 @pytest.mark.model
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 @pytest.mark.parametrize(("memory", "shape"), list(itertools.product(trials.MEMORIES, BETWEEN_NODES)))

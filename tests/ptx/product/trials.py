@@ -133,6 +133,7 @@ def exchange(
     node_ranks: int = 1,
     held: bool = False,
     settings: Settings | None = None,
+    copies: Sequence[str] = ("triton",),
 ) -> Outcome:
     """Normal mode: a dispatch and its combine, of a size that is read back; the same again with a promise; and from the
     handle of that.
@@ -140,6 +141,7 @@ def exchange(
     Args:
         narrow: through rings of a few rows.
         node_ranks: more than 1: rows cross once to nodes of so many ranks, over proxies, whatever ``path`` says.
+        copies: by rank, in turn: UCCL_EP_COPY.
         held: writes of rows are over only when everybody has waited for long.
     """
     machine = machine_of(memory, seed)
@@ -152,6 +154,7 @@ def exchange(
             group.stepped = lambda: group.fabric.hold(lambda nbytes: nbytes >= _ROWS_BYTES, machine.waited < _HELD)
 
         def body(runtime: ModelRuntime) -> None:
+            runtime.settings = replace(runtime.settings, copy=copies[runtime.rank % len(copies)])
             normal: Any = group.normal_mode(runtime)
             inputs, worst = case.inputs(), sum(case.tokens)
             for promised in (0, worst):

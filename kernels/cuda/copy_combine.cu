@@ -1,0 +1,216 @@
+// A combine that is open: the block of each channel gives rows back to their sources, and sums the rows of its own
+// tokens. The counterpart of triton/normal_combine.py where all peers are mapped: the same sums, bit by bit, in
+// ascending order of ranks, in float32, rounded once. Rows that are summed come to shared memory in bulk copies.
+
+#include "pieces.cuh"
+#include "floats.cuh"
+
+// Of a piece, for each lane.
+constexpr int VECTORS = (PIECE / 16 + 31) / 32;
+
+struct Tensors {
+    word x;                       // [received, ROW bytes]
+    const unsigned* weights;      // float32 [received, TOPK]
+    word received;
+    const unsigned char* in_rank; // [tokens, ranks]
+    word tokens;
+    word bias[2];                 // [tokens, ROW bytes]
+    word out;                     // [tokens, ROW bytes]
+    float* out_weights;           // [tokens, TOPK]
+    int meta_words;
+};
+
+// Give `rows` rows to all pipes.
+__device__ __forceinline__ void give(
+    const Channel& one, const Turn& turn, Slots& slots, const Tensors& tensors, int rows) {
+    const int lane = threadIdx.x % 32;
+    Rows loading = {}, storing = {};
+    auto row_of = [&](Rows& going, int number) -> word {
+        const int row = going.find(one, turn, number / PIECES), pipe = going.pipe(one);
+        return turn.first[pipe] + turn.sent[pipe] + row;
+    };
+    auto from = [&](int number) {
+        const word row = row_of(loading, number);
+        // of a dispatch that received more than was promised the rest is not there: any row is loaded
+        return tensors.x + (row < tensors.received ? row : 0) * ROW + static_cast<word>(number % PIECES) * PIECE;
+    };
+    auto to = [&](int number, bytes memory) {
+        const word row = row_of(storing, number);
+        const int pipe = storing.pipe(one), piece = number % PIECES;
+        const bool there = row < tensors.received;
+        const int place = turn.sent[pipe] + number / PIECES - storing.first;
+        const word target = row_at(turn.out_ring[pipe], turn.out_rows[pipe], one, place);
+        const word part = target + static_cast<word>(piece) * PIECE;
+        if (there) {
+            if (slots.copies) {
+                bulk_store(global<void>(part), memory, piece_bytes(piece));
+            }
+        } else {
+            for (int at = 16 * lane; at < piece_bytes(piece); at += 512) {
+                *global<uint4>(part + at) = make_uint4(0, 0, 0, 0);
+            }
+        }
+        if (piece == 0) {
+            unsigned* const meta = global<unsigned>(target + ROW);
+            for (int place = lane; place < tensors.meta_words; place += 32) {
+                meta[place] = there && place < TOPK ? tensors.weights[row * TOPK + place] : 0;
+            }
+        }
+    };
+    move_pieces(slots, rows * PIECES, from, to);
+}
+
+__device__ __forceinline__ void add(float (&total)[VALUES], const uint4& vector, bool first) {
+    float part[VALUES];
+    widen(vector, part);
+    for (int at = 0; at < VALUES; ++at) {
+        // rule: a sum of one row is that row
+        total[at] = first ? part[at] : total[at] + part[at];
+    }
+}
+
+// Sum the rows of `rows` tokens of this turn, from `token` on.
+__device__ __forceinline__ void sum(
+    const Channel& one, const Turn& turn, Slots& slots, const Tensors& tensors, word token, int rows) {
+    const int lane = threadIdx.x % 32, many = rows * PIECES;
+    auto row_of = [&](int pipe, int row) {
+        const int place = turn.taken[pipe] + before(turn, pipe, row);
+        return row_at(turn.in_ring[pipe], turn.in_rows[pipe], one, place);
+    };
+    // what is loaded next: of which piece, of which pipe at the earliest
+    int number = threadIdx.x / 32, next = 0;
+    auto load = [&] {
+        for (; number < many; number += WARPS, next = 0) {
+            for (; next < one.ranks; ++next) {
+                if (passes(turn, next, number / PIECES)) {
+                    const word source = row_of(next, number / PIECES) + static_cast<word>(number % PIECES) * PIECE;
+                    slots.load(global<const void>(source), piece_bytes(number % PIECES));
+                    ++next;
+                    return;
+                }
+            }
+        }
+    };
+    if (slots.copies) {
+        // rows that are given have been read
+        wait_read<0>();
+    }
+    for (int slot = 0; slot < SLOTS; ++slot) {
+        load();
+    }
+    for (int mine = threadIdx.x / 32; mine < many; mine += WARPS) {
+        const int row = mine / PIECES, piece = mine % PIECES;
+        float total[VECTORS][VALUES] = {};
+        bool first = true;
+        for (int pipe = 0; pipe < one.ranks; ++pipe) {
+            if (!passes(turn, pipe, row)) {
+                continue;
+            }
+            const uint4* const part = reinterpret_cast<const uint4*>(slots.take(true));
+#pragma unroll
+            for (int vector = 0; vector < VECTORS; ++vector) {
+                if (16 * (32 * vector + lane) < piece_bytes(piece)) {
+                    add(total[vector], part[32 * vector + lane], first);
+                }
+            }
+            first = false;
+            // all lanes have read the slot
+            __syncwarp();
+            load();
+        }
+        const word offset = (token + row) * ROW + static_cast<word>(piece) * PIECE;
+#pragma unroll
+        for (int vector = 0; vector < VECTORS; ++vector) {
+            const int at = 16 * (32 * vector + lane);
+            if (at < piece_bytes(piece)) {
+                for (int bias = 0; bias < BIASES; ++bias) {
+                    const word value = tensors.bias[bias] + offset + at;
+                    add(total[vector], *global<const uint4>(value), first && bias == 0);
+                }
+                *global<uint4>(tensors.out + offset + at) = narrow(total[vector]);
+            }
+        }
+        if (piece == 0) {
+            for (int slot = lane; slot < TOPK; slot += 32) {
+                float weight = 0;
+                for (int pipe = 0; pipe < one.ranks; ++pipe) {
+                    if (passes(turn, pipe, row)) {
+                        weight += global<const float>(row_of(pipe, row) + ROW)[slot];
+                    }
+                }
+                tensors.out_weights[(token + row) * TOPK + slot] = weight;
+            }
+        }
+    }
+}
+
+// Make the sums of the channel zero: the rows were not exchanged.
+__device__ __forceinline__ void clear(const Tensors& tensors, const Tokens& own) {
+    for (word at = own.next * ROW + 16 * threadIdx.x; at < own.end * ROW; at += 16 * THREADS) {
+        *global<uint4>(tensors.out + at) = make_uint4(0, 0, 0, 0);
+    }
+    for (word at = own.next * TOPK + threadIdx.x; at < own.end * TOPK; at += THREADS) {
+        tensors.out_weights[at] = 0;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_combine(
+    word context, word state, word channels, word meta_bytes, const unsigned char* in_rank, word tokens, word x,
+    word received, const unsigned* weights, word bias_0, word bias_1, word out, float* out_weights) {
+    extern __shared__ __align__(128) char memory[];
+    __shared__ Turn turn;
+    __shared__ mbarrier full[WARPS * SLOTS];
+    const Channel one = channel_of(context, state, channels, ROW + meta_bytes);
+    const Tensors tensors = {x, weights, received, in_rank, tokens, {bias_0, bias_1}, out, out_weights,
+                             static_cast<int>(meta_bytes / 4)};
+    const Tokens all = tokens_of(one, tokens);
+    if (!is_open(one)) {
+        clear(tensors, all);
+        return;
+    }
+    Pipe mine = begin_pipe(one, turn);
+    Slots slots = begin_slots(memory, full);
+    Tokens own = all;
+    word start = clock_ns(), checked = start;
+    int found = GOING;
+    while (found == GOING) {
+        found = look(one, turn, mine, true);
+        if (found != GOING) {
+            break;
+        }
+        // threads of peers may have written what is copied from here on
+        if (slots.copies) {
+            fence_global();
+        }
+        int moved = count_rows(one, turn), rows = 0;
+        give(one, turn, slots, tensors, moved);
+        if (own.next < own.end) {
+            const int many = own.end - own.next < PIPE_STEP ? own.end - own.next : PIPE_STEP;
+            rows = plan(one, turn, in_rank + own.next * one.ranks, many, turn.taken, turn.arrived, turn.receive);
+            sum(one, turn, slots, tensors, own.next, rows);
+        }
+        int sent = 0, taken = 0;
+        if (mine.live) {
+            sent = turn.sent[threadIdx.x] + turn.many[threadIdx.x];
+            taken = turn.taken[threadIdx.x] + (own.next < own.end ? before(turn, threadIdx.x, rows) : 0);
+        }
+        if (slots.copies) {
+            wait_stores<0>();
+        }
+        __syncthreads();
+        own.next += rows, moved += rows;
+        advance(one, turn, mine, sent, taken);
+        if (!unfinished(one, turn) && own.next == own.end) {
+            found = DONE;
+        } else if (moved != 0) {
+            start = checked = clock_ns();
+        } else {
+            found = end_spin(one, turn, start, checked);
+        }
+    }
+    end_turns(one, turn, found, true);
+    if (has_failed(one, turn)) {
+        clear(tensors, all);
+    }
+    end_operation(one);
+}

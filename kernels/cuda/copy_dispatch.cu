@@ -1,0 +1,173 @@
+// A dispatch that is open: the block of each channel sends its tokens, and takes the rows out that come. The counterpart
+// of triton/normal_dispatch.py where all peers are mapped; both write the same rings and tell the same words, so that
+// ranks may differ in which one they run.
+
+#include "pieces.cuh"
+
+constexpr int META_WORDS = 2 * TOPK + SCALE_WORDS;
+
+struct Tensors {
+    const unsigned char* in_rank;   // [tokens, ranks]
+    word tokens;
+    word x;                         // [tokens, ROW bytes]
+    const long long* topk_idx;      // [tokens, TOPK]
+    const unsigned* weights;        // likewise, float32
+    const unsigned* scales;         // [tokens, SCALE_WORDS]
+    word out;                       // [capacity, ROW bytes]
+    long long* out_idx;             // [capacity, TOPK]
+    unsigned *out_weights, *out_scales;
+    word capacity;
+    int local_experts, meta_words;
+};
+
+// One lane of a warp asks for its word of the meta of a token for a rank.
+__device__ __forceinline__ unsigned meta_word(const Tensors& tensors, word token, int rank, int place) {
+    if (place < 2 * TOPK) {
+        const int slot = place < TOPK ? place : place - TOPK;
+        const long long expert = tensors.topk_idx[token * TOPK + slot] - static_cast<long long>(rank) * tensors.local_experts;
+        const bool local = expert >= 0 && expert < tensors.local_experts;
+        if (place < TOPK) {
+            return local ? static_cast<unsigned>(expert) : ~0u;
+        }
+        return local ? tensors.weights[token * TOPK + slot] : 0;
+    }
+    return place < META_WORDS ? tensors.scales[token * SCALE_WORDS + place - 2 * TOPK] : 0;
+}
+
+// Put the first `rows` tokens of this turn, from `token` on, into the pipes of their ranks.
+__device__ __forceinline__ void send(
+    const Channel& one, const Turn& turn, Slots& slots, const Tensors& tensors, word token, int rows) {
+    const int lane = threadIdx.x % 32;
+    auto from = [&](int number) {
+        return tensors.x + (token + number / PIECES) * ROW + static_cast<word>(number % PIECES) * PIECE;
+    };
+    auto to = [&](int number, bytes memory) {
+        const int row = number / PIECES, piece = number % PIECES;
+        for (int step = 0; step < one.ranks; ++step) {
+            // not all ranks write to the same peer first
+            const int pipe = (step + one.me) % one.ranks;
+            if (!passes(turn, pipe, row)) {
+                continue;
+            }
+            const int place = turn.sent[pipe] + before(turn, pipe, row);
+            const word target = row_at(turn.out_ring[pipe], turn.out_rows[pipe], one, place);
+            if (slots.copies) {
+                bulk_store(global<void>(target + static_cast<word>(piece) * PIECE), memory, piece_bytes(piece));
+            }
+            if (piece == 0) {
+                unsigned* const meta = global<unsigned>(target + ROW);
+                for (int part = lane; part < tensors.meta_words; part += 32) {
+                    meta[part] = meta_word(tensors, token + row, pipe, part);
+                }
+            }
+        }
+    };
+    move_pieces(slots, rows * PIECES, from, to);
+}
+
+// Bring the meta of a row to the outputs.
+__device__ __forceinline__ void take_meta(
+    Turn& turn, const Tensors& tensors, const unsigned* meta, word row, int pipe) {
+    const int lane = threadIdx.x % 32;
+    bool wrong = false;
+    for (int place = lane; place < META_WORDS; place += 32) {
+        const unsigned value = meta[place];
+        if (place < TOPK) {
+            const int expert = static_cast<int>(value);
+            const bool known = expert >= -1 && expert < tensors.local_experts;
+            tensors.out_idx[row * TOPK + place] = known ? expert : -1;
+            wrong |= !known;
+        } else if (place < 2 * TOPK) {
+            tensors.out_weights[row * TOPK + place - TOPK] = value;
+        } else {
+            tensors.out_scales[row * SCALE_WORDS + place - 2 * TOPK] = value;
+        }
+    }
+    if (__ballot_sync(~0u, wrong) != 0 && lane == 0) {
+        turn.bad[threadIdx.x / 32] = pipe + 1;
+    }
+}
+
+// Take `rows` rows out of all pipes.
+__device__ __forceinline__ void receive(
+    const Channel& one, Turn& turn, Slots& slots, const Tensors& tensors, int rows) {
+    Rows loading = {}, storing = {};
+    auto at = [&](Rows& coming, int number) {
+        const int row = coming.find(one, turn, number / PIECES), pipe = coming.pipe(one);
+        return row_at(turn.in_ring[pipe], turn.in_rows[pipe], one, turn.taken[pipe] + row);
+    };
+    auto from = [&](int number) { return at(loading, number) + static_cast<word>(number % PIECES) * PIECE; };
+    auto to = [&](int number, bytes memory) {
+        const word source = at(storing, number);
+        const int piece = number % PIECES, pipe = storing.pipe(one);
+        const word row = turn.first[pipe] + turn.taken[pipe] + number / PIECES - storing.first;
+        // rows that were not promised are left where they landed
+        if (row < tensors.capacity) {
+            if (slots.copies) {
+                const word target = tensors.out + row * ROW + static_cast<word>(piece) * PIECE;
+                bulk_store(global<void>(target), memory, piece_bytes(piece));
+            }
+            if (piece == 0) {
+                take_meta(turn, tensors, global<const unsigned>(source + ROW), row, pipe);
+            }
+        }
+    };
+    move_pieces(slots, rows * PIECES, from, to);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_dispatch(
+    word context, word state, word channels, word meta_bytes, word local_experts, word capacity,
+    const unsigned char* in_rank, word tokens, word x, const long long* topk_idx, const unsigned* weights,
+    const unsigned* scales, word out, long long* out_idx, unsigned* out_weights, unsigned* out_scales) {
+    extern __shared__ __align__(128) char memory[];
+    __shared__ Turn turn;
+    __shared__ mbarrier full[WARPS * SLOTS];
+    const Channel one = channel_of(context, state, channels, ROW + meta_bytes);
+    if (!is_open(one)) {
+        return;
+    }
+    const Tensors tensors = {in_rank, tokens, x, topk_idx, weights, scales, out, out_idx, out_weights, out_scales,
+                             capacity, static_cast<int>(local_experts), static_cast<int>(meta_bytes / 4)};
+    Pipe mine = begin_pipe(one, turn);
+    Slots slots = begin_slots(memory, full);
+    Tokens own = tokens_of(one, tokens);
+    word start = clock_ns(), checked = start;
+    int found = GOING;
+    while (found == GOING) {
+        found = look(one, turn, mine, false);
+        if (found != GOING) {
+            break;
+        }
+        // threads of peers may have written what is copied from here on
+        if (slots.copies) {
+            fence_global();
+        }
+        int moved = count_rows(one, turn), rows = 0;
+        if (own.next < own.end) {
+            const int many = own.end - own.next < PIPE_STEP ? own.end - own.next : PIPE_STEP;
+            rows = plan(one, turn, in_rank + own.next * one.ranks, many, turn.sent, turn.limit, turn.send);
+            send(one, turn, slots, tensors, own.next, rows);
+        }
+        receive(one, turn, slots, tensors, moved);
+        int sent = 0, taken = 0;
+        if (mine.live) {
+            sent = turn.sent[threadIdx.x] + (own.next < own.end ? before(turn, threadIdx.x, rows) : 0);
+            taken = turn.taken[threadIdx.x] + turn.many[threadIdx.x];
+        }
+        if (slots.copies) {
+            wait_stores<0>();
+        }
+        __syncthreads();
+        own.next += rows, moved += rows;
+        advance(one, turn, mine, sent, taken);
+        if (!unfinished(one, turn)) {
+            found = DONE;
+        } else if (moved != 0) {
+            start = checked = clock_ns();
+        } else {
+            found = end_spin(one, turn, start, checked);
+        }
+    }
+    end_turns(one, turn, found, false);
+    end_operation(one);
+}
