@@ -28,7 +28,8 @@ FORMATS = {
 }
 
 
-def _code(name: str, ranks: int) -> normal.CopyCode:
+def code_of(name: str, ranks: int) -> normal.CopyCode:
+    """A kernel of :data:`FORMATS` for so many ranks."""
     kind, dtype, row, meta, scale, topk = FORMATS[name]
     kernels = normal.CopyNormalKernels(ranks, Target(1, 32))
     form = NormalFormat(kind, dtype, row, meta, scale, topk, 32, 0, 0, 0, 16)
@@ -42,7 +43,7 @@ def _code(name: str, ranks: int) -> normal.CopyCode:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("gpu", nvrtc.GPUS)
 def test_a_block_fits_a_multiprocessor_and_spills_nothing(gpu: str, name: str, ranks: int) -> None:
-    code = _code(name, ranks)
+    code = code_of(name, ranks)
     binary = code.compiled(gpu)
     found = cubin_resources(binary.cubin)
     assert found["spilled"] == 0
@@ -54,5 +55,5 @@ def test_a_block_fits_a_multiprocessor_and_spills_nothing(gpu: str, name: str, r
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_access_leaves_open_where_its_memory_is(name: str) -> None:
     """A generic access looks at each address whether it is shared memory."""
-    text = _code(name, 8).compiled("sm_90").ptx
+    text = code_of(name, 8).compiled("sm_90").ptx
     assert re.findall(r"^\s+(?:@%p\d+ )?(?:ld|st)\.(?:v\d\.)?[usfb]\d+ .*", text, re.M) == []

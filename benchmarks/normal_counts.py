@@ -1,0 +1,255 @@
+"""What normal mode's kernels are for a GPU, and what they execute on the model machine.
+
+    python benchmarks/normal_counts.py [--json FILE] [--before COMMIT] [--ranks 8 --ranks 16] [--tokens 64]
+
+Compiled for sm_90, cold, one after another: what an engine needs for dispatches in FP8, from a handle in BF16, and
+combines in BF16, of DeepSeek-V3, in a node and between nodes. Executed: one dispatch with a promise and its combine in
+BF16, of ranks that map each other's windows, by Triton's kernels and by bulk copies; the combined tokens are checked.
+Programs run one after another and look again until all has come, so that instructions are those of work and of turns.
+``--before``: an earlier commit beside this one, compiled only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.source_tree import ROOT
+from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.bench.report import markdown_table
+
+__all__ = ["markdown", "measure"]
+
+#: DeepSeek-V3 has 256 experts; the model machine's windows have room for 16 of a rank.
+HIDDEN, TOPK, LOCAL_EXPERTS = 7168, 8, 16
+#: Channels of an operation that is executed: with more of them each has less to do.
+PROGRAMS = 4
+SECONDS = 7200.0
+NOW, BEFORE = "now", "before"
+COPIES = ("triton", "tma")
+#: Of both designs.
+SOURCES = ("normal*.py", "routing.py")
+#: Of a compiled kernel, in words.
+COMPILED = {
+    "seconds": "seconds of a core",
+    "text": "instructions of PTX",
+    "bytes": "bytes of PTX",
+    "registers": "registers",
+    "spilled": "bytes spilled",
+}
+
+
+def compile_here() -> list[dict[str, Any]]:
+    """By kernel and specialization. Of the product and its tests it uses what earlier commits have as well."""
+    from tests.kernels.compiled_kernels import normal_launches
+    from tests.kernels.compiled_traps import cubin_resources
+    from tests.ptx.translation.program import Label, parse
+    from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
+
+    found = []
+    with compiling_for(GPUS["sm_90"]):
+        for one in {(launch.variant, launch.arguments): launch for launch in normal_launches()}.values():
+            start = time.process_time()
+            built = one.build()
+            spent = time.process_time() - start
+            ptx = built.asm["ptx"]
+            found.append(
+                {
+                    "kernel": one.kernel.fn.__name__,
+                    "nodes": bool(one.constants.get("NODES")),
+                    "seconds": spent,
+                    "text": sum(not isinstance(line, Label) for line in parse(ptx).code),
+                    "bytes": len(ptx),
+                    **cubin_resources(built.asm["cubin"]),
+                }
+            )
+    return found
+
+
+def copies_here() -> list[dict[str, Any]]:
+    """The same of bulk copies, by NVRTC."""
+    from tests.kernels.compiled_traps import cubin_resources
+    from tests.kernels.test_copies_compiled import code_of
+    from tests.ptx.translation.program import Label, parse
+    from uccl_ep_serving.kernels.cuda import nvrtc
+
+    found = []
+    for form in ("fp8", "cached", "combine"):
+        code = code_of(form, 8)
+        start = time.process_time()
+        binary = code.compiled(nvrtc.GPUS[0])
+        spent = time.process_time() - start
+        text = sum(not isinstance(line, Label) for line in parse(binary.ptx).code)
+        found.append(
+            {
+                "kernel": code.name,
+                "nodes": False,
+                "seconds": spent,
+                "text": text,
+                "bytes": len(binary.ptx),
+                **cubin_resources(binary.cubin),
+            }
+        )
+    return found
+
+
+def execute_here(ranks: int, tokens: int, copy: str) -> dict[str, dict[str, float]]:
+    """By kernel: launches of a rank, instructions of a warp of its longest program, and of all warps of a rank."""
+    import numpy as np
+    import torch
+
+    from tests.ptx.machine.block import Block
+    from tests.ptx.machine.machine import Machine
+    from tests.ptx.memory.sequential import Sequential
+    from tests.ptx.product import trials
+    from tests.ptx.product.compiled import Compiled
+    from tests.ptx.product.ranks import TIMEOUT
+    from tests.ptx.translation.event import COUNT
+    from tests.support import normal_cases
+    from uccl_ep_serving.config import Settings
+    from uccl_ep_serving.kernels.triton.kernel import PREFIX
+
+    case = normal_cases.Case((tokens,) * ranks, HIDDEN, LOCAL_EXPERTS * ranks, TOPK, torch.bfloat16, 0.0)
+    found: dict[str, dict[str, float]] = {}
+    counting = False
+
+    class Counted(Machine):
+        """Counts what each program has executed."""
+
+        def _block_exited(self, block: Block) -> None:
+            super()._block_exited(block)
+            if counting:
+                name = block.launch.kernel.program.name.removeprefix(PREFIX)
+                one = found.setdefault(name, {"launches": 0, "longest": 0, "executed": 0})
+                warps = block.state[:, COUNT].astype(np.int64).reshape(-1, 32).max(axis=1)
+                one["launches"] += int(block.place == (0, 0)) / ranks
+                one["longest"] = max(one["longest"], int(warps.max()))
+                one["executed"] += int(warps.sum()) / ranks
+
+    machine = Counted(1, Sequential(), resident=PROGRAMS, burst=0.9, parting=0.0, host_limit_s=SECONDS)
+    rows = ranks * tokens * (2 * HIDDEN + 256)
+    sizes = {"heap": 1 << 16, "rounds": 2 * rows * ranks, "chunk": 1 << 20}
+    settings = Settings(timeout=TIMEOUT, window="host", programs=PROGRAMS, copy=copy)
+    with trials.group_of(machine, Compiled(weak=False), ranks, "mapped", settings, sizes=sizes) as group:
+
+        def body(runtime: Any) -> None:
+            nonlocal counting
+            inputs = case.inputs()
+            normal: Any = group.normal_mode(runtime)
+            for turn in range(2):
+                # the first compiles
+                group.synchronise()
+                runtime.group.barrier.wait(SECONDS)
+                counting = turn == 1
+                outcome = normal_cases.round_trip(normal, inputs, runtime.rank, num_worst_tokens=ranks * tokens)
+            normal_cases.check_rank(inputs, runtime.rank, outcome, worst=ranks * tokens)
+
+        group.run(body, limit_steps=1 << 60)
+    return found
+
+
+def measure(groups: Sequence[int], tokens: int, before: str = "") -> dict[str, Any]:
+    """What is compiled by commit; what is executed by ranks and way of copying."""
+    # not there in commits to compare with, which count by this file
+    from benchmarks.host_time import check_out
+
+    result: dict[str, Any] = {"machine": describe(), "tokens": tokens, "before": before, "lines": {}, "compiled": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        places = {NOW: ROOT}
+        if before:
+            check_out(before, Path(folder))
+            places[BEFORE] = Path(folder)
+        for way, place in places.items():
+            sources = [one for name in SOURCES for one in (place / "kernels" / "triton").glob(name)]
+            result["lines"][way] = sum(len(one.read_text().splitlines()) for one in sources)
+            result["compiled"][way] = _process(place, "compile")
+    result["compiled"][NOW] += _process(ROOT, "copies")
+    result["executed"] = {
+        f"{ranks} {copy}": _process(ROOT, "execute", ranks, tokens, copy) for ranks in groups for copy in COPIES
+    }
+    return result
+
+
+def _process(place: Path, *body: object) -> Any:
+    """What one of the functions above finds in a process of its own, of the product at ``place``, with empty caches."""
+    with tempfile.TemporaryDirectory() as caches:
+        done = subprocess.run(
+            [sys.executable, "-P", __file__, "--body", *map(str, body)],
+            env={
+                "PYTHONPATH": str(place),
+                "PATH": "/usr/bin:/bin",
+                "HOME": caches,
+                "TRITON_CACHE_DIR": f"{caches}/triton",
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=SECONDS,
+            check=True,
+        )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """A row per commit and kernel, the sums of both commits, and a row per kernel that was executed."""
+    kernels, sums = [], []
+    for way, compiled in found["compiled"].items():
+        for one in compiled:
+            where = "between nodes" if one["nodes"] else "in a node"
+            kernels.append([way, f"`{one['kernel']}`", where, *(f"{one[key]:,.4g}" for key in COMPILED)])
+        triton = [one for one in compiled if not one["kernel"].startswith("copy_")]
+        slowest = max(one["seconds"] for one in triton)
+        totals = [f"{sum(one[key] for one in triton):,.0f}" for key in ("seconds", "text", "bytes")]
+        sums.append([way, len(triton), *totals, f"{slowest:.1f}", f"{found['lines'][way]:,}"])
+    executed = [
+        [f"EP{key.replace(' ', ', ')}", f"`{name}`", *(f"{one[what]:,.0f}" for what in one)]
+        for key, parts in found["executed"].items()
+        for name, one in parts.items()
+    ]
+    of_sums = ("commit", "Triton's kernels", *list(COMPILED.values())[:3], "the slowest", "lines of Python")
+    about = (
+        f"Compiled for sm_90, 8 ranks, between nodes of 4, on one core. Before is {found['before'] or 'not measured'}. "
+        f"Executed: {found['tokens']} tokens of {HIDDEN} BF16 values a rank, {LOCAL_EXPERTS} experts of each, top-{TOPK}, over "
+        f"mapped windows, {PROGRAMS} programs; instructions of PTX of warps, of which each program has 8."
+    )
+    return "\n\n".join(
+        (
+            markdown_table(of_sums, sums),
+            markdown_table(("commit", "kernel", "where", *COMPILED.values()), kernels),
+            markdown_table(("ranks, copies", "kernel", "launches", "longest program", "all programs"), executed),
+            about,
+        )
+    )
+
+
+def main() -> None:
+    """Count, print, and write the result."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--before", default="", help="an earlier commit")
+    parser.add_argument("--ranks", type=int, action="append")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--body", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.body:
+        what, *sizes = options.body
+        if what == "execute":
+            ranks, tokens, copy = sizes
+            print(json.dumps(execute_here(int(ranks), int(tokens), copy)))
+        else:
+            print(json.dumps(compile_here() if what == "compile" else copies_here()))
+        return
+    found = measure(options.ranks or [8, 16, 32], options.tokens, options.before)
+    print(markdown(found))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
