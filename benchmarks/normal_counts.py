@@ -215,8 +215,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     of_sums = ("commit", "Triton's kernels", *list(COMPILED.values())[:3], "the slowest", "lines of Python")
     about = (
         f"Compiled for sm_90, 8 ranks, between nodes of 4, on one core. Before is {found['before'] or 'not measured'}. "
-        f"Executed: {found['tokens']} tokens of {HIDDEN} BF16 values a rank, {LOCAL_EXPERTS} experts of each, top-{TOPK}, over "
-        f"mapped windows, {PROGRAMS} programs; instructions of PTX of warps, of which each program has 8."
+        f"Executed: {found['tokens']} tokens of {HIDDEN} BF16 values a rank, {LOCAL_EXPERTS} experts of each, "
+        f"top-{TOPK}, over mapped windows, {PROGRAMS} programs; instructions of PTX of warps, 8 of a program."
     )
     return "\n\n".join(
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ trials = pytest.importorskip("tests.ptx.product.trials", reason="needs Triton")
 
 from tests.ptx.product.compiled import Compiled  # noqa: E402
 from tests.support.normal_cases import Case  # noqa: E402
+from uccl_ep_serving.config import Settings  # noqa: E402
 
 SHAPES: dict[str, Case] = {
     "bf16": Case(tokens=(5, 3), experts=4, topk=2),
@@ -30,6 +32,7 @@ BETWEEN_NODES: dict[str, Case] = {
     "bf16": Case(tokens=(5, 3, 0, 4), experts=8, topk=3),
     "fp8": Case(tokens=(4, 6, 3, 5), experts=4, topk=2, dtype=torch.float8_e4m3fn, seed=1),
     "one rank is chosen": Case(tokens=(9, 7, 8, 6), experts=8, topk=2, hot=1, lost=0.0, hidden=136, seed=3),
+    "three nodes": Case(tokens=(3, 2, 0, 4, 1, 2), experts=6, topk=3, seed=4),
 }
 #: Seeds of each shape and path in the long run.
 SEEDS = {"sequential": 10, "weak": 4}
@@ -81,3 +84,30 @@ def test_many_seeds_of_bulk_copies(memory: str, shape: str, copies: list[str], n
 def test_many_seeds_between_nodes(memory: str, shape: str, narrow: bool) -> None:
     for seed in range(SEEDS[memory]):
         trials.exchange(compiled(memory), memory, "proxied", BETWEEN_NODES[shape], seed, narrow, node_ranks=2)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("path", trials.PATHS)
+def test_sixteen_channels(path: str) -> None:
+    """As many as there are; of 33 tokens three each, and none for the last ones."""
+    settings = Settings(timeout=trials.TIMEOUT, window="host", programs=16)
+    for seed in range(2):
+        trials.exchange(
+            compiled("sequential"),
+            "sequential",
+            path,
+            replace(SHAPES["one rank is chosen"], tokens=(33, 2)),
+            seed,
+            settings=settings,
+        )
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("memory", trials.MEMORIES)
+def test_rings_of_commands_that_fill(memory: str) -> None:
+    """Programs of all channels put more into the ring of the one proxy than that holds."""
+    settings = Settings(timeout=trials.TIMEOUT, window="host", programs=4, ring_slots=4, proxies=1)
+    for seed in range(SEEDS[memory]):
+        trials.exchange(
+            compiled(memory), memory, "proxied", SHAPES["one rank is chosen"], seed, narrow=True, settings=settings
+        )
