@@ -5,7 +5,8 @@
 //
 //   what is there before a copy starts    fence_shared, fence_global: between writes of threads and copies that read or
 //                                         overwrite them, after the acquire or before the barrier that tells the issuer.
-//                                         What threads have only read, and what other copies wrote, needs no fence
+//                                         What threads have only read, and what copies wrote for which this thread has
+//                                         waited, needs no fence
 //   that a copy to shared memory is over  wait_phase: then everybody who has waited finds the bytes
 //   that a copy from shared memory ...    wait_read: its part of shared memory may be written again
 //                                         wait_stores: this thread finds the bytes; a release tells others

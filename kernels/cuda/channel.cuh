@@ -10,7 +10,6 @@
 #include "blocks.cuh"
 #include "words.cuh"
 
-using bytes = char*;
 using mask64 = unsigned long long;
 
 constexpr int THREADS = 32 * WARPS;
@@ -124,10 +123,10 @@ __device__ __forceinline__ int look(const Channel& one, Turn& turn, const Pipe& 
         const int coming = turn.arrived[pipe] - turn.taken[pipe];
         const int room = (turn.send[pipe] < turn.limit[pipe] ? turn.send[pipe] : turn.limit[pipe]) - turn.sent[pipe];
         const int rows = combines ? room : coming;
-        turn.many[pipe] = rows < PIPE_STEP ? rows : PIPE_STEP;
+        turn.many[pipe] = rows < 0 ? 0 : rows < PIPE_STEP ? rows : PIPE_STEP;
         // rule: normal mode: a peer tells of no more rows than it has, and of none that do not fit
-        if (arrived > most) {
-            note_wrong(turn, pipe, rows_stream(one, combines), arrived, most);
+        if (arrived > most || arrived < taken) {
+            note_wrong(turn, pipe, rows_stream(one, combines), arrived, arrived < taken ? taken : most);
         }
         // rule: normal mode: a peer has read no more rows than there were
         if (freed > sent && freed != EVERYTHING_ROWS) {
@@ -141,6 +140,9 @@ __device__ __forceinline__ int look(const Channel& one, Turn& turn, const Pipe& 
     int found = turn.found;
     for (int peer = 0; peer < one.ranks && found == GOING; ++peer) {
         found = turn.wrong[peer] != 0 ? CLAIMED : GOING;
+    }
+    for (int warp = 0; warp < WARPS && found == GOING; ++warp) {
+        found = turn.bad[warp] != 0 ? CLAIMED : GOING;
     }
     return found;
 }
@@ -186,20 +188,21 @@ __device__ __forceinline__ bool passes(const Turn& turn, int pipe, int row) { re
 
 // The rows of this turn of all pipes one behind the other: which row of which pipe a number is. Numbers ascend.
 struct Rows {
-    int step, first;  // the pipe, and the number of its first row
-
-    // not all ranks write to the same peer first
-    __device__ int pipe(const Channel& one) const { return (one.me + step) % one.ranks; }
+    int pipe;   // the present one
+    int first;  // number of its first row
 
     // How many rows of its pipe come before it.
     __device__ int find(const Channel& one, const Turn& turn, int number) {
-        while (number >= first + turn.many[pipe(one)]) {
-            first += turn.many[pipe(one)];
-            ++step;
+        while (number >= first + turn.many[pipe]) {
+            first += turn.many[pipe];
+            pipe = pipe + 1 < one.ranks ? pipe + 1 : 0;
         }
         return number - first;
     }
 };
+
+// Neither all ranks nor all channels of one begin with the same peer.
+__device__ __forceinline__ int first_pipe(const Channel& one) { return (one.me + 1 + one.index) % one.ranks; }
 
 __device__ __forceinline__ int count_rows(const Channel& one, const Turn& turn) {
     int rows = 0;
@@ -207,6 +210,15 @@ __device__ __forceinline__ int count_rows(const Channel& one, const Turn& turn) 
         rows += turn.many[pipe];
     }
     return rows;
+}
+
+// How many places the first `rows` rows of the plan take in all pipes.
+__device__ __forceinline__ int copies_of(const Channel& one, const Turn& turn, int rows) {
+    int copies = 0;
+    for (int pipe = 0; rows > 0 && pipe < one.ranks; ++pipe) {
+        copies += before(turn, pipe, rows);
+    }
+    return copies;
 }
 
 // Address of a row in a ring.
@@ -265,19 +277,19 @@ __device__ __forceinline__ int end_spin(const Channel& one, Turn& turn, word sta
     return found;
 }
 
-// Note peers that are missing: whose rows have not come, or who have not read those that they have.
-__device__ __forceinline__ void blame(const Channel& one, Turn& turn, bool combines) {
+// Note peers that are missing: whose rows have not come, else who have not read those that they have, else all.
+__device__ __forceinline__ void blame(const Channel& one, Turn& turn, const Pipe& mine, bool combines) {
     const int pipe = threadIdx.x;
-    bool any_late = false;
+    bool any_late = false, any_stuck = false;
     for (int peer = 0; peer < one.ranks; ++peer) {
         any_late |= peer != one.me && turn.arrived[peer] < turn.receive[peer];
+        any_stuck |= peer != one.me && turn.sent[peer] < turn.send[peer] && turn.sent[peer] >= turn.limit[peer];
     }
-    if (pipe < one.ranks && pipe != one.me) {
-        if (any_late) {
-            if (turn.arrived[pipe] < turn.receive[pipe]) {
-                note_wrong(turn, pipe, rows_stream(one, combines), turn.arrived[pipe], turn.receive[pipe]);
-            }
-        } else if (turn.sent[pipe] < turn.send[pipe] && turn.sent[pipe] >= turn.limit[pipe]) {
+    if (mine.live && (pipe != one.me || !(any_late || any_stuck))) {
+        const bool stuck = turn.sent[pipe] < turn.send[pipe] && turn.sent[pipe] >= turn.limit[pipe];
+        if (any_late ? turn.arrived[pipe] < turn.receive[pipe] : !any_stuck) {
+            note_wrong(turn, pipe, rows_stream(one, combines), turn.arrived[pipe], turn.receive[pipe]);
+        } else if (!any_late && stuck) {
             note_wrong(turn, pipe, rows_stream(one, !combines), turn.limit[pipe], turn.sent[pipe] + 1);
         }
     }
@@ -295,9 +307,10 @@ __device__ __forceinline__ void fail(const Channel& one, word code, word peer, w
 }
 
 // After the last turn: fail, unless all is right.
-__device__ __forceinline__ void end_turns(const Channel& one, Turn& turn, int found, bool combines) {
+__device__ __forceinline__ void end_turns(
+    const Channel& one, Turn& turn, const Pipe& mine, int found, bool combines) {
     if (found == LATE) {
-        blame(one, turn, combines);
+        blame(one, turn, mine, combines);
     }
     if (threadIdx.x == 0) {
         int pipe = one.ranks;
@@ -337,6 +350,7 @@ __device__ __forceinline__ bool is_open(const Channel& one) {
 
 // Whether a block of this rank has failed, the same in all threads. Barriers stand around it.
 __device__ __forceinline__ bool has_failed(const Channel& one, Turn& turn) {
+    __syncthreads();
     if (threadIdx.x == 0) {
         turn.found = load_acquire_gpu(global<const word>(one.of(C_VERDICT))) != 0 ? OVER : GOING;
     }

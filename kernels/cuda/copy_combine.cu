@@ -12,8 +12,6 @@ struct Tensors {
     word x;                       // [received, ROW bytes]
     const unsigned* weights;      // float32 [received, TOPK]
     word received;
-    const unsigned char* in_rank; // [tokens, ranks]
-    word tokens;
     word bias[2];                 // [tokens, ROW bytes]
     word out;                     // [tokens, ROW bytes]
     float* out_weights;           // [tokens, TOPK]
@@ -22,42 +20,37 @@ struct Tensors {
 
 // Give `rows` rows to all pipes.
 __device__ __forceinline__ void give(
-    const Channel& one, const Turn& turn, Slots& slots, const Tensors& tensors, int rows) {
+    const Channel& one, const Turn& turn, Slots& slots, Part part, const Tensors& tensors, int rows) {
     const int lane = threadIdx.x % 32;
-    Rows loading = {}, storing = {};
-    auto row_of = [&](Rows& going, int number) -> word {
-        const int row = going.find(one, turn, number / PIECES), pipe = going.pipe(one);
-        return turn.first[pipe] + turn.sent[pipe] + row;
-    };
-    auto from = [&](int number) {
-        const word row = row_of(loading, number);
+    Rows loading = {first_pipe(one)}, storing = loading;
+    auto from = [&](Piece piece) {
+        const int index = loading.find(one, turn, piece.row);
+        const word row = turn.first[loading.pipe] + turn.sent[loading.pipe] + index;
         // of a dispatch that received more than was promised the rest is not there: any row is loaded
-        return tensors.x + (row < tensors.received ? row : 0) * ROW + static_cast<word>(number % PIECES) * PIECE;
+        return tensors.x + (row < tensors.received ? row : 0) * ROW + piece.offset();
     };
-    auto to = [&](int number, bytes memory) {
-        const word row = row_of(storing, number);
-        const int pipe = storing.pipe(one), piece = number % PIECES;
+    auto to = [&](Piece piece, char* memory) {
+        const int index = storing.find(one, turn, piece.row), pipe = storing.pipe, place = turn.sent[pipe] + index;
+        const word row = turn.first[pipe] + place;
         const bool there = row < tensors.received;
-        const int place = turn.sent[pipe] + number / PIECES - storing.first;
         const word target = row_at(turn.out_ring[pipe], turn.out_rows[pipe], one, place);
-        const word part = target + static_cast<word>(piece) * PIECE;
         if (there) {
             if (slots.copies) {
-                bulk_store(global<void>(part), memory, piece_bytes(piece));
+                bulk_store(global<void>(target + piece.offset()), memory, piece.size());
             }
         } else {
-            for (int at = 16 * lane; at < piece_bytes(piece); at += 512) {
-                *global<uint4>(part + at) = make_uint4(0, 0, 0, 0);
+            for (int at = 16 * lane; at < piece.size(); at += 512) {
+                *global<uint4>(target + piece.offset() + at) = make_uint4(0, 0, 0, 0);
             }
         }
-        if (piece == 0) {
+        if (piece.part == 0) {
             unsigned* const meta = global<unsigned>(target + ROW);
-            for (int place = lane; place < tensors.meta_words; place += 32) {
-                meta[place] = there && place < TOPK ? tensors.weights[row * TOPK + place] : 0;
+            for (int slot = lane; slot < tensors.meta_words; slot += 32) {
+                meta[slot] = there && slot < TOPK ? tensors.weights[row * TOPK + slot] : 0;
             }
         }
     };
-    move_pieces(slots, rows * PIECES, from, to);
+    move_pieces(slots, part, rows, from, to);
 }
 
 __device__ __forceinline__ void add(float (&total)[VALUES], const uint4& vector, bool first) {
@@ -71,20 +64,23 @@ __device__ __forceinline__ void add(float (&total)[VALUES], const uint4& vector,
 
 // Sum the rows of `rows` tokens of this turn, from `token` on.
 __device__ __forceinline__ void sum(
-    const Channel& one, const Turn& turn, Slots& slots, const Tensors& tensors, word token, int rows) {
+    const Channel& one, const Turn& turn, Slots& slots, Part part, const Tensors& tensors, word token, int rows) {
+    if (!part.has()) {
+        return;
+    }
     const int lane = threadIdx.x % 32, many = rows * PIECES;
     auto row_of = [&](int pipe, int row) {
         const int place = turn.taken[pipe] + before(turn, pipe, row);
         return row_at(turn.in_ring[pipe], turn.in_rows[pipe], one, place);
     };
     // what is loaded next: of which piece, of which pipe at the earliest
-    int number = threadIdx.x / 32, next = 0;
+    int number = part.index(), next = 0;
     auto load = [&] {
-        for (; number < many; number += WARPS, next = 0) {
+        for (; number < many; number += part.warps, next = 0) {
+            const Piece piece = piece_of(number);
             for (; next < one.ranks; ++next) {
-                if (passes(turn, next, number / PIECES)) {
-                    const word source = row_of(next, number / PIECES) + static_cast<word>(number % PIECES) * PIECE;
-                    slots.load(global<const void>(source), piece_bytes(number % PIECES));
+                if (passes(turn, next, piece.row)) {
+                    slots.load(global<const void>(row_of(next, piece.row) + piece.offset()), piece.size());
                     ++next;
                     return;
                 }
@@ -98,19 +94,19 @@ __device__ __forceinline__ void sum(
     for (int slot = 0; slot < SLOTS; ++slot) {
         load();
     }
-    for (int mine = threadIdx.x / 32; mine < many; mine += WARPS) {
-        const int row = mine / PIECES, piece = mine % PIECES;
+    for (int mine = part.index(); mine < many; mine += part.warps) {
+        const Piece piece = piece_of(mine);
         float total[VECTORS][VALUES] = {};
         bool first = true;
         for (int pipe = 0; pipe < one.ranks; ++pipe) {
-            if (!passes(turn, pipe, row)) {
+            if (!passes(turn, pipe, piece.row)) {
                 continue;
             }
-            const uint4* const part = reinterpret_cast<const uint4*>(slots.take(true));
+            const uint4* const values = reinterpret_cast<const uint4*>(slots.take(true));
 #pragma unroll
             for (int vector = 0; vector < VECTORS; ++vector) {
-                if (16 * (32 * vector + lane) < piece_bytes(piece)) {
-                    add(total[vector], part[32 * vector + lane], first);
+                if (16 * (32 * vector + lane) < piece.size()) {
+                    add(total[vector], values[32 * vector + lane], first);
                 }
             }
             first = false;
@@ -118,11 +114,11 @@ __device__ __forceinline__ void sum(
             __syncwarp();
             load();
         }
-        const word offset = (token + row) * ROW + static_cast<word>(piece) * PIECE;
+        const word offset = (token + piece.row) * ROW + piece.offset();
 #pragma unroll
         for (int vector = 0; vector < VECTORS; ++vector) {
             const int at = 16 * (32 * vector + lane);
-            if (at < piece_bytes(piece)) {
+            if (at < piece.size()) {
                 for (int bias = 0; bias < BIASES; ++bias) {
                     const word value = tensors.bias[bias] + offset + at;
                     add(total[vector], *global<const uint4>(value), first && bias == 0);
@@ -130,15 +126,15 @@ __device__ __forceinline__ void sum(
                 *global<uint4>(tensors.out + offset + at) = narrow(total[vector]);
             }
         }
-        if (piece == 0) {
+        if (piece.part == 0) {
             for (int slot = lane; slot < TOPK; slot += 32) {
                 float weight = 0;
                 for (int pipe = 0; pipe < one.ranks; ++pipe) {
-                    if (passes(turn, pipe, row)) {
-                        weight += global<const float>(row_of(pipe, row) + ROW)[slot];
+                    if (passes(turn, pipe, piece.row)) {
+                        weight += global<const float>(row_of(pipe, piece.row) + ROW)[slot];
                     }
                 }
-                tensors.out_weights[(token + row) * TOPK + slot] = weight;
+                tensors.out_weights[(token + piece.row) * TOPK + slot] = weight;
             }
         }
     }
@@ -161,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_combine(
     __shared__ Turn turn;
     __shared__ mbarrier full[WARPS * SLOTS];
     const Channel one = channel_of(context, state, channels, ROW + meta_bytes);
-    const Tensors tensors = {x, weights, received, in_rank, tokens, {bias_0, bias_1}, out, out_weights,
+    const Tensors tensors = {x, weights, received, {bias_0, bias_1}, out, out_weights,
                              static_cast<int>(meta_bytes / 4)};
     const Tokens all = tokens_of(one, tokens);
     if (!is_open(one)) {
@@ -178,17 +174,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_combine(
         if (found != GOING) {
             break;
         }
-        // threads of peers may have written what is copied from here on
+        // threads or copies of peers have written what is copied from here on
         if (slots.copies) {
             fence_global();
         }
         int moved = count_rows(one, turn), rows = 0;
-        give(one, turn, slots, tensors, moved);
         if (own.next < own.end) {
             const int many = own.end - own.next < PIPE_STEP ? own.end - own.next : PIPE_STEP;
             rows = plan(one, turn, in_rank + own.next * one.ranks, many, turn.taken, turn.arrived, turn.receive);
-            sum(one, turn, slots, tensors, own.next, rows);
         }
+        give(one, turn, slots, part_of(moved, copies_of(one, turn, rows), false), tensors, moved);
+        sum(one, turn, slots, part_of(moved, copies_of(one, turn, rows), true), tensors, own.next, rows);
         int sent = 0, taken = 0;
         if (mine.live) {
             sent = turn.sent[threadIdx.x] + turn.many[threadIdx.x];
@@ -208,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_combine(
             found = end_spin(one, turn, start, checked);
         }
     }
-    end_turns(one, turn, found, true);
+    end_turns(one, turn, mine, found, true);
     if (has_failed(one, turn)) {
         clear(tensors, all);
     }

@@ -7,8 +7,6 @@
 constexpr int META_WORDS = 2 * TOPK + SCALE_WORDS;
 
 struct Tensors {
-    const unsigned char* in_rank;   // [tokens, ranks]
-    word tokens;
     word x;                         // [tokens, ROW bytes]
     const long long* topk_idx;      // [tokens, TOPK]
     const unsigned* weights;        // likewise, float32
@@ -36,33 +34,29 @@ __device__ __forceinline__ unsigned meta_word(const Tensors& tensors, word token
 
 // Put the first `rows` tokens of this turn, from `token` on, into the pipes of their ranks.
 __device__ __forceinline__ void send(
-    const Channel& one, const Turn& turn, Slots& slots, const Tensors& tensors, word token, int rows) {
+    const Channel& one, const Turn& turn, Slots& slots, Part part, const Tensors& tensors, word token, int rows) {
     const int lane = threadIdx.x % 32;
-    auto from = [&](int number) {
-        return tensors.x + (token + number / PIECES) * ROW + static_cast<word>(number % PIECES) * PIECE;
-    };
-    auto to = [&](int number, bytes memory) {
-        const int row = number / PIECES, piece = number % PIECES;
-        for (int step = 0; step < one.ranks; ++step) {
-            // not all ranks write to the same peer first
-            const int pipe = (step + one.me) % one.ranks;
-            if (!passes(turn, pipe, row)) {
+    auto from = [&](Piece piece) { return tensors.x + (token + piece.row) * ROW + piece.offset(); };
+    auto to = [&](Piece piece, char* memory) {
+        int pipe = first_pipe(one);
+        for (int step = 0; step < one.ranks; ++step, pipe = pipe + 1 < one.ranks ? pipe + 1 : 0) {
+            if (!passes(turn, pipe, piece.row)) {
                 continue;
             }
-            const int place = turn.sent[pipe] + before(turn, pipe, row);
+            const int place = turn.sent[pipe] + before(turn, pipe, piece.row);
             const word target = row_at(turn.out_ring[pipe], turn.out_rows[pipe], one, place);
             if (slots.copies) {
-                bulk_store(global<void>(target + static_cast<word>(piece) * PIECE), memory, piece_bytes(piece));
+                bulk_store(global<void>(target + piece.offset()), memory, piece.size());
             }
-            if (piece == 0) {
+            if (piece.part == 0) {
                 unsigned* const meta = global<unsigned>(target + ROW);
-                for (int part = lane; part < tensors.meta_words; part += 32) {
-                    meta[part] = meta_word(tensors, token + row, pipe, part);
+                for (int index = lane; index < tensors.meta_words; index += 32) {
+                    meta[index] = meta_word(tensors, token + piece.row, pipe, index);
                 }
             }
         }
     };
-    move_pieces(slots, rows * PIECES, from, to);
+    move_pieces(slots, part, rows, from, to);
 }
 
 // Bring the meta of a row to the outputs.
@@ -83,36 +77,35 @@ __device__ __forceinline__ void take_meta(
             tensors.out_scales[row * SCALE_WORDS + place - 2 * TOPK] = value;
         }
     }
-    if (__ballot_sync(~0u, wrong) != 0 && lane == 0) {
-        turn.bad[threadIdx.x / 32] = pipe + 1;
+    int& bad = turn.bad[threadIdx.x / 32];
+    if (__ballot_sync(~0u, wrong) != 0 && lane == 0 && (bad == 0 || pipe < bad - 1)) {
+        bad = pipe + 1;
     }
 }
 
 // Take `rows` rows out of all pipes.
 __device__ __forceinline__ void receive(
-    const Channel& one, Turn& turn, Slots& slots, const Tensors& tensors, int rows) {
-    Rows loading = {}, storing = {};
-    auto at = [&](Rows& coming, int number) {
-        const int row = coming.find(one, turn, number / PIECES), pipe = coming.pipe(one);
-        return row_at(turn.in_ring[pipe], turn.in_rows[pipe], one, turn.taken[pipe] + row);
+    const Channel& one, Turn& turn, Slots& slots, Part part, const Tensors& tensors, int rows) {
+    Rows loading = {first_pipe(one)}, storing = loading;
+    auto from = [&](Piece piece) {
+        const int row = loading.find(one, turn, piece.row), pipe = loading.pipe;
+        return row_at(turn.in_ring[pipe], turn.in_rows[pipe], one, turn.taken[pipe] + row) + piece.offset();
     };
-    auto from = [&](int number) { return at(loading, number) + static_cast<word>(number % PIECES) * PIECE; };
-    auto to = [&](int number, bytes memory) {
-        const word source = at(storing, number);
-        const int piece = number % PIECES, pipe = storing.pipe(one);
-        const word row = turn.first[pipe] + turn.taken[pipe] + number / PIECES - storing.first;
+    auto to = [&](Piece piece, char* memory) {
+        const int place = storing.find(one, turn, piece.row), pipe = storing.pipe, index = turn.taken[pipe] + place;
+        const word source = row_at(turn.in_ring[pipe], turn.in_rows[pipe], one, index);
+        const word row = turn.first[pipe] + index;
         // rows that were not promised are left where they landed
         if (row < tensors.capacity) {
             if (slots.copies) {
-                const word target = tensors.out + row * ROW + static_cast<word>(piece) * PIECE;
-                bulk_store(global<void>(target), memory, piece_bytes(piece));
+                bulk_store(global<void>(tensors.out + row * ROW + piece.offset()), memory, piece.size());
             }
-            if (piece == 0) {
+            if (piece.part == 0) {
                 take_meta(turn, tensors, global<const unsigned>(source + ROW), row, pipe);
             }
         }
     };
-    move_pieces(slots, rows * PIECES, from, to);
+    move_pieces(slots, part, rows, from, to);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_dispatch(
@@ -126,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_dispatch(
     if (!is_open(one)) {
         return;
     }
-    const Tensors tensors = {in_rank, tokens, x, topk_idx, weights, scales, out, out_idx, out_weights, out_scales,
+    const Tensors tensors = {x, topk_idx, weights, scales, out, out_idx, out_weights, out_scales,
                              capacity, static_cast<int>(local_experts), static_cast<int>(meta_bytes / 4)};
     Pipe mine = begin_pipe(one, turn);
     Slots slots = begin_slots(memory, full);
@@ -138,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_dispatch(
         if (found != GOING) {
             break;
         }
-        // threads of peers may have written what is copied from here on
+        // threads or copies of peers have written what is copied from here on
         if (slots.copies) {
             fence_global();
         }
@@ -146,9 +139,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_dispatch(
         if (own.next < own.end) {
             const int many = own.end - own.next < PIPE_STEP ? own.end - own.next : PIPE_STEP;
             rows = plan(one, turn, in_rank + own.next * one.ranks, many, turn.sent, turn.limit, turn.send);
-            send(one, turn, slots, tensors, own.next, rows);
+            send(one, turn, slots, part_of(copies_of(one, turn, rows), moved, false), tensors, own.next, rows);
         }
-        receive(one, turn, slots, tensors, moved);
+        receive(one, turn, slots, part_of(copies_of(one, turn, rows), moved, true), tensors, moved);
         int sent = 0, taken = 0;
         if (mine.live) {
             sent = turn.sent[threadIdx.x] + (own.next < own.end ? before(turn, threadIdx.x, rows) : 0);
@@ -168,6 +161,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_dispatch(
             found = end_spin(one, turn, start, checked);
         }
     }
-    end_turns(one, turn, found, false);
+    end_turns(one, turn, mine, found, false);
     end_operation(one);
 }

@@ -19,9 +19,9 @@ from . import blocks, nvrtc
 
 __all__ = ["CopyCode", "CopyLaunch", "CopyNormalKernels", "check_copies"]
 
-#: Warps of a block. Each has slots of its own in shared memory, of which a block of sm_90 and newer can have so many
-#: bytes: 227 KiB, less what stands there beside them.
-_WARPS, _SHARED = 8, 216 << 10
+#: Warps of a block. Each has slots of its own in shared memory, of which a block of sm_90 and sm_100 can have so many
+#: bytes; what stands there beside them takes so many for each rank, and 1 KiB.
+_WARPS, _SHARED, _OF_A_RANK = 8, 227 << 10, 104
 #: Most slots of a warp, and bytes of one. Values that are summed are held in registers meanwhile: 64 of each thread.
 _SLOTS, _PIECE, _SUMMED = 6, 8192, 4096
 _HERE = Path(__file__).parent
@@ -97,9 +97,13 @@ def check_copies(ranks: int) -> None:
     nvrtc.version()
     if not torch.cuda.is_available() or torch.version.hip:
         raise ConfigError(f"UCCL_EP_COPY=tma needs a GPU of sm_90 or newer: there is none. {_OTHERWISE}")
-    capability = int(cupy.cuda.Device(torch.cuda.current_device()).compute_capability)
-    if capability < _LEAST:
-        raise ConfigError(f"UCCL_EP_COPY=tma needs a GPU of sm_90 or newer: this is sm_{capability}. {_OTHERWISE}")
+    device = cupy.cuda.Device(torch.cuda.current_device())
+    room = device.attributes["MaxSharedMemoryPerBlockOptin"]
+    if int(device.compute_capability) < _LEAST or room < _SHARED:
+        raise ConfigError(
+            f"UCCL_EP_COPY=tma needs sm_90 or sm_100: this is sm_{device.compute_capability}, a block of which "
+            f"has {room >> 10} KiB of shared memory. {_OTHERWISE}"
+        )
     if ranks > 32 * _WARPS:
         raise ConfigError(f"UCCL_EP_COPY=tma serves up to {32 * _WARPS} ranks, not {ranks}. {_OTHERWISE}")
 
@@ -184,7 +188,7 @@ class CopyNormalKernels(TritonNormalKernels):
     def _make_copies(self, name: str, row_bytes: int, most: int, *constants: tuple[str, int]) -> CopyCode:
         pieces = -(-row_bytes // most)
         piece = -(-row_bytes // pieces // 16) * 16
-        slots = min(_SLOTS, _SHARED // (_WARPS * piece))
+        slots = min(_SLOTS, (_SHARED - 1024 - _OF_A_RANK * self.ranks) // (_WARPS * piece))
         shape = (("ROW", row_bytes), ("PIECE", piece), ("SLOTS", slots), ("WARPS", _WARPS), ("RANKS", self.ranks))
         return CopyCode(name, (*shape, *constants))
 

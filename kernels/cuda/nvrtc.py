@@ -85,7 +85,8 @@ def _libraries() -> Iterator[Path]:
     """In NVIDIA's wheels, the newest first: nvidia/cu13/lib, or nvidia/cuda_nvrtc/lib of CUDA 12."""
     spec = importlib.util.find_spec("nvidia")
     for place in (spec and spec.submodule_search_locations) or ():
-        yield from sorted(Path(place).glob("*/lib/libnvrtc.so.*"), reverse=True)
+        found = Path(place).glob("*/lib/libnvrtc.so.*")
+        yield from sorted(found, key=lambda path: int(path.suffix[1:] or 0), reverse=True)
 
 
 @functools.cache

@@ -111,7 +111,9 @@ class TritonNormalKernels:
         tensors = NormalTensors(at, at, at, at, at, at, at, at)
         if form.kind == NormalNotify.OPERATION_COMBINE:
             return self.combine(at, at, form, opening, tensors, 1, at, 1, (at,) * biases)
-        found = self.dispatch(at, at, form, opening, tensors, 1, at, 1, False) + self.open(at, at, form, opening, 1)
+        found = self.dispatch(at, at, form, opening, tensors, 1, at, 1, False)
+        if form.kind == NormalNotify.OPERATION_DISPATCH:
+            found += self.open(at, at, form, opening, 1)
         if form.topk:
             found += self.mark(at, at, at, 1, form.topk, experts, at, at, at, at)
         return found

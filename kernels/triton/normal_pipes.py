@@ -353,7 +353,6 @@ def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.con
     messages = count - get_each(one, N_MESSAGES_TAKEN + told_table, pipes, proxied)
     landing = ring + tl.minimum(tl.maximum(messages, 0), needed) * each
     # what a NIC may repeat is written over when it is over, in the staging and where it lands
-    # rule: normal mode: rows are put where no write is under way any more
     staging = done * chunk + tl.minimum(out_rows, ring)
     set_each(one, N_WRITTEN, pipes, proxied, done)
     limit = tl.where(mapped, tl.minimum(freed, sent) + out_rows, tl.minimum(landing, staging))
@@ -490,7 +489,6 @@ def _unwritten(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor
     peers = tl.where(live, peer_of(one, pipes, NODES), 0)
     proxied = live & (peer_window(one.context, peers) == 0)
     shown, written = get_each(one, N_SHOWN, pipes, proxied), get_each(one, N_WRITTEN, pipes, proxied)
-    # rule: normal mode: an operation ends when its writes are over
     return proxied & (written < shown)
 
 

@@ -62,7 +62,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
             pass
 
     class Device:
-        compute_capability = "90"
+        compute_capability, attributes = "90", {"MaxSharedMemoryPerBlockOptin": 227 << 10}
 
         def __init__(self, number: int) -> None:
             assert number == DEVICE
@@ -123,7 +123,9 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         normal.check_copies(2)
 
 
-@pytest.mark.parametrize(("ranks", "capability", "said"), [(2, "80", "sm_80"), (300, "90", "256 ranks, not 300")])
+@pytest.mark.parametrize(
+    ("ranks", "capability", "said"), [(2, "80", "this is sm_80"), (300, "90", "256 ranks, not 300")]
+)
 def test_what_cannot_have_them_is_refused(
     ranks: int, capability: str, said: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,4 +138,13 @@ def test_what_cannot_have_them_is_refused(
 def test_without_a_gpu_they_are_refused(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="there is none"):
+        normal.check_copies(2)
+
+
+def test_a_gpu_with_little_shared_memory_is_refused(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    device = sys.modules["cupy"].cuda.Device
+    monkeypatch.setattr(device, "compute_capability", "120")
+    monkeypatch.setattr(device, "attributes", {"MaxSharedMemoryPerBlockOptin": 99 << 10})
+    with pytest.raises(ConfigError, match="this is sm_120, a block of which has 99 KiB"):
         normal.check_copies(2)

@@ -28,6 +28,8 @@ OURS, CURRENT = torch.device("cuda", 1), torch.device("cuda", 0)
 class Kernels:
     """Notes the device at each step that has Triton ask for a target, or compile."""
 
+    name = "recorded"
+
     def __init__(self, *_: Any) -> None:
         self.seen: list[tuple[str, torch.device]] = [("made", Device.chosen)]
 
@@ -87,12 +89,12 @@ def test_normal_kernels_are_compiled_for_the_device_of_the_buffer(
         ranks=1,
         epoch=0,
         stale="",
-        settings=None,
+        settings=Settings(),
         layout=SimpleNamespace(normal=NormalPlan(1)),
         compile_together=lambda compile: compile(),
     )
     session: Any = NormalGpuSession(runtime, gpu)
-    session._present = object()
+    session._present = SimpleNamespace(kernels=session.kernels)
     session.epoch.enter()
     form = RowFormat(NormalNotify.OPERATION_DISPATCH, DTYPE_BF16, 128, 256, 2, 0, 2)
     session.enter(form, 0)

@@ -37,7 +37,7 @@ LOW_LATENCY = {
 }
 #: Those of normal mode that are quickly compiled.
 NORMAL = {
-    *("mark_tokens", "report_ids", "dispatch_rows", "combine_rows"),
+    *("mark_tokens", "report_ids", "open_rows", "dispatch_rows", "combine_rows"),
 }
 SEND, RECEIVE, RETURN, SUM = ("dispatch_send",), ("dispatch_recv",), ("combine_send",), ("combine_recv",)
 

@@ -24,7 +24,7 @@ def test_tables_start_after_the_words() -> None:
     assert low_latency_device.ROUTE_FILLED < low_latency_device.ROUTE_WORDS
     assert normal.ROUTE < normal.OPERATION_WORDS
     assert normal.FILLED < normal.PEER_WORDS
-    assert normal_device.RAN < normal_device.STATE_WORDS
+    assert normal_device.TICKETS < normal_device.STATE_WORDS
 
 
 @pytest.mark.parametrize("path", sorted(BLOCKS.glob("*.py")), ids=lambda path: path.stem)

@@ -24,6 +24,7 @@ FORMATS = {
     "cached": (NormalNotify.OPERATION_CACHED_DISPATCH, DTYPE_BF16, 14336, 0, 0, 0),
     "combine": (NormalNotify.OPERATION_COMBINE, DTYPE_BF16, 14336, 32, 0, 8),
     "float32": (NormalNotify.OPERATION_COMBINE, DTYPE_F32, 10256, 0, 0, 0),
+    "widest": (NormalNotify.OPERATION_CACHED_DISPATCH, DTYPE_BF16, 9216, 0, 0, 0),
     "short": (NormalNotify.OPERATION_DISPATCH, DTYPE_BF16, 272, 32, 0, 2),
 }
 
@@ -39,7 +40,7 @@ def code_of(name: str, ranks: int) -> normal.CopyCode:
     return kernels.dispatch(16, 16, form, opening, tensors, 1, 16, 1, True)[-1].code
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 72])
+@pytest.mark.parametrize("ranks", [2, 8, 256])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("gpu", nvrtc.GPUS)
 def test_a_block_fits_a_multiprocessor_and_spills_nothing(gpu: str, name: str, ranks: int) -> None:

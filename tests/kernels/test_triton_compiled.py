@@ -38,6 +38,7 @@ EVERYTHING = {
     "combine_recv": 2,
     "mark_tokens": 1,
     "report_ids": 1,
+    "open_rows": 1,
     "dispatch_rows": 1,
     "combine_rows": 1,
 }

@@ -70,6 +70,14 @@ def test_bulk_copies(memory: str, shape: str) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.parametrize("copies", trials.COPIES)
+def test_turns_of_as_many_rows_as_they_may_have(copies: str) -> None:
+    settings = Settings(timeout=trials.TIMEOUT, window="host", programs=1)
+    case = Case(tokens=(140, 3), hidden=128, experts=4, topk=2, seed=7)
+    trials.exchange(compiled("sequential"), "sequential", "mapped", case, 0, settings=settings, copies=[copies])
+
+
+@pytest.mark.model
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 @pytest.mark.parametrize("copies", [["tma"], ["tma", "triton"]], ids=["alone", "beside Triton's"])
 @pytest.mark.parametrize(("memory", "shape"), list(itertools.product(trials.MEMORIES, SHAPES)))

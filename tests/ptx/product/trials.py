@@ -21,6 +21,8 @@ from uccl_ep_serving.proxy.transport.fake import Adversary
 
 #: Kernels write mapped windows themselves, or a proxy does, over the fake transport at its worst.
 PATHS = ("mapped", "proxied")
+#: What moves rows of normal mode over mapped windows.
+COPIES = ("triton", "tma")
 #: Sequentially consistent, or as weak as PTX allows.
 MEMORIES = ("sequential", "weak")
 #: Steps after which a run is taken for one that never ends; a few thousand are usual.
