@@ -36,7 +36,18 @@ from .context import has_failed_now
 from .kernel import kernel
 from .normal_notify import Opening
 from .normal_open import await_opened, first_token, open_operation
-from .normal_pipes import COMBINE, EVERYTHING, STEP, Channel, as_long, channel_of, entry, get, node_of, places_of
+from .normal_pipes import (
+    COMBINE,
+    EVERYTHING,
+    STEP,
+    Channel,
+    as_long,
+    channel_of,
+    entry,
+    get,
+    node_of,
+    places_of,
+)
 from .normal_rows import (
     Marks,
     RowShape,

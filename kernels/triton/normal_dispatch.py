@@ -29,7 +29,18 @@ from .blocks import (
 from .kernel import kernel
 from .normal_notify import Opening
 from .normal_open import await_opened, first_token, open_operation
-from .normal_pipes import STEP, Channel, as_long, channel_of, entry, get, mark_stride, node_of, places_of, turn_marks
+from .normal_pipes import (
+    STEP,
+    Channel,
+    as_long,
+    channel_of,
+    entry,
+    get,
+    mark_stride,
+    node_of,
+    places_of,
+    turn_marks,
+)
 from .normal_rows import (
     Marks,
     RowShape,

@@ -30,9 +30,11 @@ from .normal_pipes import (
     EVERYTHING,
     Channel,
     node_of,
-    note_wrong,
     over,
     rest,
+)
+from .normal_progress import (
+    note_wrong,
 )
 from .publish import put_batch, store_flags
 from .wait import GO_ON, TOO_LATE, end_spin

@@ -79,7 +79,6 @@ from .normal_pipes import (
     channel_of,
     chunk_rows,
     entry,
-    fail_by_notes,
     in_ring,
     is_pipe,
     node_of,
@@ -89,6 +88,9 @@ from .normal_pipes import (
     peer_of,
     set_each,
     whole,
+)
+from .normal_progress import (
+    fail_by_notes,
 )
 from .wait import (
     FAILURE_PEER_TIMEOUT,

@@ -1,12 +1,9 @@
-"""Pipes of normal mode: who is at the other end, how far it is, and how it is told how far this rank is.
+"""Pipes of normal mode: who is at the other end, where their rings and tables stand, how their rows are cut.
 
 ``protocol.pipe`` says what a pipe is. Each program serves one channel: its own entries of the tables of the state
 block, which no other program touches once an operation is open. Programs of several warps decide by what stands there
-and never by what a thread has read for itself: a count that others change is stored first, and read again behind a
-barrier. Vectors of pipes have an element for each thread, so that nothing is read or told twice.
-
-A program takes turns. In each it looks how far its peers are (:func:`look`), moves what can be moved, and tells them
-(:func:`advance`). Positions change at the end of a turn only.
+and never by what a thread has read for itself. Vectors of pipes have an element for each thread, so that nothing is
+read or told twice.
 """
 
 from __future__ import annotations
@@ -18,44 +15,18 @@ import triton.language as tl
 
 from ...protocol import pipe
 from ...protocol.message import NormalNotify
-from ...protocol.streams import MAX_CHANNELS, NORMAL_COMBINE, NORMAL_DISPATCH
+from ...protocol.streams import MAX_CHANNELS
 from ..blocks import normal_device
 from .blocks import (
-    N_ARRIVED,
-    N_FREED,
-    N_IN_CHUNK,
-    N_IN_ROWS,
-    N_LANDING_ROWS,
-    N_LIMIT,
-    N_MESSAGES_SENT,
-    N_MESSAGES_TAKEN,
-    N_NEXT_SENT,
-    N_NEXT_TAKEN,
-    N_OUT_CHUNK,
-    N_OUT_ROWS,
-    N_RECV_ROWS,
-    N_SEND_ROWS,
-    N_SENT,
-    N_SHOWN,
-    N_TAKEN,
-    N_WRITTEN,
-    N_WRONG,
-    N_WRONG_GOT,
-    N_WRONG_STREAM,
-    N_WRONG_WANT,
-    S_SINK,
     W_CHUNK_BYTES,
     W_LANDING,
     W_LANDING_BYTES,
     W_LEAST_CHUNK,
     W_NUMBER,
-    W_PIPE_WORDS,
     W_STAGING,
     W_STAGING_BYTES,
 )
 from .context import (
-    arrived_address,
-    completed_address,
     is_live,
     landing_window,
     own_rank,
@@ -63,17 +34,17 @@ from .context import (
     rank_count,
     window_address,
 )
-from .publish import put_batch
-from .wait import GO_ON, fail_at
-from .words import acquire_each, any_of, clock_ns, divide, int64s, peek, release_each, settle
+from .words import (
+    divide,
+    int64s,
+    peek,
+)
 
 _WORDS, _MAX_CHANNELS = tl.constexpr(normal_device.STATE_WORDS), tl.constexpr(MAX_CHANNELS)
 _TABLES = tl.constexpr(len(normal_device.TABLES))
-_DISPATCH_STREAM, _COMBINE_STREAM = tl.constexpr(NORMAL_DISPATCH), tl.constexpr(NORMAL_COMBINE)
 COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 EVERYTHING, STEP = tl.constexpr(pipe.EVERYTHING), tl.constexpr(pipe.STEP)
 _SHIFT, _LINE = tl.constexpr(pipe.STAMP_SHIFT), tl.constexpr(pipe.LINE)
-_WORD_ARRIVED, _WORD_FREED = tl.constexpr(pipe.ARRIVED), tl.constexpr(pipe.FREED)
 
 
 @triton.jit
@@ -229,7 +200,7 @@ def peer_of(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _other_end(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+def other_end(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
     """The number that each pipe has there."""
     if NODES:
         near = over(pipes, one.size) * one.size + rest(one.me, one.size)
@@ -270,14 +241,14 @@ def in_ring(one: Channel, pipes: tl.tensor, peers: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _out_offset(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+def out_offset(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
     """Offsets in the peers' windows of the rings that rows for them land in."""
-    end = _other_end(one, pipes, NODES)
+    end = other_end(one, pipes, NODES)
     return peek(one.state + W_LANDING) + (end * one.channels + one.index) * one.ring
 
 
 @triton.jit
-def _staging_offset(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+def staging_offset(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
     """Offsets in this window of the rings for proxied peers."""
     place = pipes
     if NODES:
@@ -289,274 +260,5 @@ def _staging_offset(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.t
 def out_ring(one: Channel, pipes: tl.tensor, peers: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
     """Addresses of the rings that rows for each pipe are put into."""
     window = peer_window(one.context, peers)
-    staging = window_address(one.context) + _staging_offset(one, pipes, NODES)
-    return tl.where(window != 0, window + _out_offset(one, pipes, NODES), staging)
-
-
-@triton.jit
-def _streams(one: Channel) -> tl.tensor:
-    """(stream of this phase's rows, stream on which is told what is read; the tables of both: 0 or 1)."""
-    rows = tl.where(one.phase == 0, _DISPATCH_STREAM, _COMBINE_STREAM) + one.index
-    told = tl.where(one.phase == 0, _COMBINE_STREAM, _DISPATCH_STREAM) + one.index
-    return rows, told, one.phase, 1 - one.phase
-
-
-@triton.jit
-def _word_of(one: Channel, word: tl.constexpr, pipes: tl.tensor) -> tl.tensor:
-    """Offsets of words of pipes in a window."""
-    return peek(one.state + W_PIPE_WORDS) + 8 * ((word * _MAX_CHANNELS + one.index) * (2 * one.ranks) + pipes)
-
-
-@triton.jit
-def _stamped(one: Channel, words: tl.tensor) -> tl.tensor:
-    """Rows that stamped ``words`` tell of: none where an earlier operation wrote them."""
-    return tl.where(words >= one.stamp, words - one.stamp, 0)
-
-
-@triton.jit
-def _told_rows(one: Channel, rows: tl.tensor, chunk: tl.tensor, ring: tl.tensor) -> tl.tensor:
-    """(Rows that a message on what is read stands for, how many such messages a proxied pipe of ``rows`` rows needs):
-    half a ring each, until the rest fits."""
-    each = tl.maximum(over(ring, chunk) >> 1, 1) * chunk
-    return each, over(tl.maximum(rows - ring, 0) + each - 1, each)
-
-
-@triton.jit
-def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
-    """Note how far all peers are; a barrier stands behind it. 1 when one claimed what it must not, else 0."""
-    pipes = tl.arange(0, PIPES).to(tl.int64)
-    live = is_pipe(one, pipes, NODES)
-    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
-    window = peer_window(one.context, peers)
-    mapped, proxied = live & (window != 0), live & (window == 0)
-    stream, told, table, told_table = _streams(one)
-    sink = tl.zeros_like(pipes) + one.state + S_SINK
-    own = landing_window(one.context, peers)
-    send, receive = get_each(one, N_SEND_ROWS, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
-    sent, taken = get_each(one, N_SENT, pipes, live), get_each(one, N_TAKEN, pipes, live)
-
-    at = tl.where(proxied, arrived_address(one.context, peers, stream), own + _word_of(one, _WORD_ARRIVED, pipes))
-    count = acquire_each(tl.where(live, at, sink), BACKEND)
-    messages = count - get_each(one, N_MESSAGES_TAKEN + table, pipes, proxied)
-    came = tl.minimum(tl.maximum(messages, 0) * get_each(one, N_IN_CHUNK, pipes, proxied), receive)
-    arrived = tl.where(proxied, came, tl.where(mapped, _stamped(one, count), 0))
-    set_each(one, N_ARRIVED, pipes, live, arrived)
-
-    at = tl.where(proxied, arrived_address(one.context, peers, told), own + _word_of(one, _WORD_FREED, pipes))
-    count = acquire_each(tl.where(live, at, sink), BACKEND)
-    at = tl.where(proxied, completed_address(one.context, peers, stream), sink)
-    done = acquire_each(at, BACKEND) - get_each(one, N_MESSAGES_SENT + table, pipes, proxied)
-    freed = _stamped(one, count)
-    out_rows = get_each(one, N_OUT_ROWS, pipes, live)
-    chunk, ring = get_each(one, N_OUT_CHUNK, pipes, proxied), get_each(one, N_LANDING_ROWS, pipes, proxied)
-    each, needed = _told_rows(one, send, tl.maximum(chunk, 1), ring)
-    messages = count - get_each(one, N_MESSAGES_TAKEN + told_table, pipes, proxied)
-    landing = ring + tl.minimum(tl.maximum(messages, 0), needed) * each
-    # what a NIC may repeat is written over when it is over, in the staging and where it lands
-    staging = done * chunk + tl.minimum(out_rows, ring)
-    set_each(one, N_WRITTEN, pipes, proxied, done)
-    limit = tl.where(mapped, tl.minimum(freed, sent) + out_rows, tl.minimum(landing, staging))
-    set_each(one, N_LIMIT, pipes, live, limit)
-
-    # rule: normal mode: a peer tells of no more rows than it has, and of none that do not fit
-    most = tl.minimum(receive, taken + get_each(one, N_IN_ROWS, pipes, live))
-    blamed = tl.where((one.phase == 0) & (pipes < one.ranks), pipes, peers)
-    broken = note_wrong(one, pipes, mapped & (arrived > most), blamed, stream, arrived, most)
-    # rule: normal mode: a peer has read no more rows than there were
-    wrong = mapped & (freed > sent) & (freed != EVERYTHING)
-    broken |= note_wrong(one, pipes, wrong, peers, told, freed, sent)
-    broken |= any_of(get_each(one, N_WRONG, pipes, live) != 0)
-    settle(BACKEND)
-    return broken
-
-
-@triton.jit
-def note_wrong(
-    one: Channel,
-    pipes: tl.tensor,
-    bad: tl.tensor,
-    blamed: tl.tensor,
-    stream: tl.tensor,
-    got: tl.tensor,
-    want: tl.tensor,
-) -> tl.tensor:
-    """Note for :func:`fail_by_notes` whom to blame for ``bad`` pipes; 1 when there are any, else 0.
-
-    A program fails at one place, once it has left its loop: the compiler would repeat what that takes at each place,
-    and Triton 3.6 and 3.7 put a barrier of it where not all warps of AMD's get in a loop.
-    """
-    set_each(one, N_WRONG, pipes, bad, blamed + 1)
-    set_each(one, N_WRONG_STREAM, pipes, bad, stream)
-    set_each(one, N_WRONG_GOT, pipes, bad, got)
-    set_each(one, N_WRONG_WANT, pipes, bad, want)
-    return any_of(bad)
-
-
-@triton.jit
-def fail_by_notes(one: Channel, code: tl.tensor, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
-    """Fail with the first rank that is to blame, unless there is none: somebody else has failed then."""
-    settle(BACKEND)
-    pipes = tl.arange(0, PIPES).to(tl.int64)
-    inside = pipes < 2 * one.ranks
-    blamed = get_each(one, N_WRONG, pipes, inside)
-    bad = blamed != 0
-    if any_of(bad) != 0:
-        on = get_each(one, N_WRONG_STREAM, pipes, bad)
-        got, want = get_each(one, N_WRONG_GOT, pipes, bad), get_each(one, N_WRONG_WANT, pipes, bad)
-        fail_at(one.context, one.state, code, blamed - 1, bad, on, got, want, BACKEND)
-
-
-@triton.jit
-def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
-    """End a turn: positions move on and peers are told. Barriers stand before it and behind it. GO_ON, or how the wait
-    for a proxy ended that has taken too little; that is noted."""
-    pipes = tl.arange(0, PIPES).to(tl.int64)
-    live = is_pipe(one, pipes, NODES)
-    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
-    window = peer_window(one.context, peers)
-    mapped, proxied = live & (window != 0), live & (window == 0)
-    stream, told, _, _ = _streams(one)
-    sink = one.state + S_SINK
-    end = _other_end(one, pipes, NODES)
-    sent, taken = get_each(one, N_NEXT_SENT, pipes, live), get_each(one, N_NEXT_TAKEN, pipes, live)
-    shown, freed = get_each(one, N_SHOWN, pipes, live), get_each(one, N_FREED, pipes, live)
-    send, receive = get_each(one, N_SEND_ROWS, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
-    in_rows = get_each(one, N_IN_ROWS, pipes, live)
-    set_each(one, N_SENT, pipes, live, sent)
-    set_each(one, N_TAKEN, pipes, live, taken)
-
-    more = mapped & (sent > shown)
-    release_each(window + _word_of(one, _WORD_ARRIVED, end), one.stamp + sent, more, sink, BACKEND)
-    # half a ring at a time: the peer goes on with the other half
-    free = mapped & (taken > freed) & (receive > in_rows) & (2 * (taken - freed) >= in_rows)
-    release_each(window + _word_of(one, _WORD_FREED, end), one.stamp + taken, free, sink, BACKEND)
-
-    chunk = tl.maximum(get_each(one, N_OUT_CHUNK, pipes, proxied), 1)
-    messages = over(tl.where(sent == send, sent + chunk - 1, sent), chunk)
-    due = tl.where(proxied, messages - shown, 0)
-    each, needed = _told_rows(one, receive, tl.maximum(get_each(one, N_IN_CHUNK, pipes, proxied), 1), in_rows)
-    due_told = tl.where(proxied, tl.minimum(over(taken, each), needed) - freed, 0)
-    ring = tl.maximum(get_each(one, N_LANDING_ROWS, pipes, proxied), 1)
-    staged = tl.maximum(get_each(one, N_OUT_ROWS, pipes, proxied), 1)
-    source, target = _staging_offset(one, pipes, NODES), _out_offset(one, pipes, NODES)
-    rows, others = tl.max(due, axis=0), tl.max(due_told, axis=0)
-    start, ending = clock_ns(BACKEND), tl.full((), GO_ON, tl.int32)
-    for step in range(rows + others):
-        if ending == GO_ON:
-            # messages of rows, then those that only tell
-            first = (shown + step) * chunk
-            size = tl.minimum(chunk, sent - first) * one.stride
-            moving = step < rows
-            chosen = tl.where(moving, due > step, due_told > step - rows)
-            where = tl.where(moving, source + rest(first, staged) * one.stride, 0)
-            there = tl.where(moving, target + rest(first, ring) * one.stride, 0)
-            size = tl.where(moving, size, 0)
-            on = tl.where(moving, stream, told)
-            ending, took, wanted = put_batch(
-                one.context, one.state, peers, on, chosen, where, there, size, start, BACKEND
-            )
-            full = chosen & (tl.zeros_like(pipes) + took < wanted)
-            note_wrong(one, pipes, full, one.me, on, took, wanted)
-    set_each(one, N_SHOWN, pipes, live, tl.where(more, sent, shown + due))
-    set_each(one, N_FREED, pipes, live, tl.where(free, taken, freed + due_told))
-    settle(BACKEND)
-    return ending
-
-
-@triton.jit
-def unfinished(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor:
-    """1 while rows are missing or are not sent, the same in every thread."""
-    pipes = tl.arange(0, PIPES).to(tl.int64)
-    late, stuck = _late_and_stuck(one, pipes, NODES)
-    return any_of(late | stuck | _unwritten(one, pipes, NODES))
-
-
-@triton.jit
-def _late_and_stuck(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
-    """(Pipes of which rows are missing; those to which rows are left.) Where nobody knows how many there are, other
-    pipes wait for them."""
-    live = is_pipe(one, pipes, NODES)
-    send, receive = get_each(one, N_SEND_ROWS, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
-    late = live & (receive != EVERYTHING) & (get_each(one, N_TAKEN, pipes, live) < receive)
-    return late, live & (send != EVERYTHING) & (get_each(one, N_SENT, pipes, live) < send)
-
-
-@triton.jit
-def _unwritten(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
-    """Pipes with writes under way. An operation ends after them: the next one puts other rows into the same bytes, here
-    and at the peer."""
-    live = is_pipe(one, pipes, NODES)
-    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
-    proxied = live & (peer_window(one.context, peers) == 0)
-    shown, written = get_each(one, N_SHOWN, pipes, proxied), get_each(one, N_WRITTEN, pipes, proxied)
-    return proxied & (written < shown)
-
-
-@triton.jit
-def waits_for_others(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor:
-    """1 when this rank waits only for peers that must wait for others before: for rows that they forward, or sum."""
-    if NODES:
-        pipes = tl.arange(0, PIPES).to(tl.int64)
-        late, stuck = _late_and_stuck(one, pipes, NODES)
-        passed = tl.where(pipes < one.ranks, 1 - one.phase, one.phase) != 0
-        passed = passed & ((pipes >= one.ranks) | (over(pipes, one.size) != node_of(one)))
-        return 1 - any_of((late | stuck) & (passed == 0) & (peer_of(one, pipes, NODES) != one.me))
-    else:
-        return tl.full((), 0, tl.int32)
-
-
-@triton.jit
-def blame(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
-    """Note a peer that is missing: whose rows have not come, who has not read those that it has, or to whom writes are
-    not over."""
-    pipes = tl.arange(0, PIPES).to(tl.int64)
-    live = is_pipe(one, pipes, NODES)
-    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
-    late, stuck = _late_and_stuck(one, pipes, NODES)
-    arrived, receive = get_each(one, N_ARRIVED, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
-    sent, limit = get_each(one, N_SENT, pipes, live), get_each(one, N_LIMIT, pipes, live)
-    taken = get_each(one, N_TAKEN, pipes, live)
-    stream, told, _, _ = _streams(one)
-    # a pipe to this rank itself waits for another one
-    other = live & (peers != one.me)
-    stuck = stuck & other & (sent >= limit)
-    late = late & other & (arrived < receive)
-    if NODES:
-        # of rows that are summed for another node nobody knows whose comes next: whoever has none there may be missing,
-        # unless the rail takes no sum
-        rail = one.ranks + over(tl.where(pipes < one.ranks, pipes, 0), one.size)
-        open_rail = get_each(one, N_SENT, rail, live) < get_each(one, N_LIMIT, rail, live)
-        late |= other & (receive == EVERYTHING) & (taken == arrived) & (pipes < one.ranks) & open_rail
-    # rows that have not come, unless all have; then rows for which there is no room; then writes
-    of_late, of_stuck = any_of(late), any_of(stuck)
-    bad = tl.where(of_late != 0, late, tl.where(of_stuck != 0, stuck, _unwritten(one, pipes, NODES)))
-    bad = tl.where(any_of(bad) != 0, bad, live)
-    # of a pipe that nobody knows the end of, at least one row more
-    want = tl.where(receive == EVERYTHING, arrived + 1, receive)
-    shown, written = get_each(one, N_SHOWN, pipes, live), get_each(one, N_WRITTEN, pipes, live)
-    got = tl.where(of_late != 0, arrived, tl.where(of_stuck != 0, limit, written))
-    want = tl.where(of_late != 0, want, tl.where(of_stuck != 0, sent + 1, shown))
-    note_wrong(one, pipes, bad, peers, tl.where((of_late == 0) & (of_stuck != 0), told, stream), got, want)
-
-
-@triton.jit
-def count_messages(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
-    """After the last turn: the messages of this operation, for those that follow."""
-    pipes = tl.arange(0, PIPES).to(tl.int64)
-    live = is_pipe(one, pipes, NODES)
-    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
-    proxied = live & (peer_window(one.context, peers) == 0)
-    _, _, table, told_table = _streams(one)
-    send, receive = get_each(one, N_SEND_ROWS, pipes, proxied), get_each(one, N_RECV_ROWS, pipes, proxied)
-    chunk = tl.maximum(get_each(one, N_OUT_CHUNK, pipes, proxied), 1)
-    received = tl.maximum(get_each(one, N_IN_CHUNK, pipes, proxied), 1)
-    _, coming = _told_rows(one, send, chunk, get_each(one, N_LANDING_ROWS, pipes, proxied))
-    _add(one, N_MESSAGES_SENT + table, pipes, proxied, over(send + chunk - 1, chunk))
-    _add(one, N_MESSAGES_SENT + told_table, pipes, proxied, get_each(one, N_FREED, pipes, proxied))
-    _add(one, N_MESSAGES_TAKEN + table, pipes, proxied, over(receive + received - 1, received))
-    _add(one, N_MESSAGES_TAKEN + told_table, pipes, proxied, coming)
-
-
-@triton.jit
-def _add(one: Channel, table: tl.tensor, pipes: tl.tensor, chosen: tl.tensor, more: tl.tensor) -> None:
-    set_each(one, table, pipes, chosen, get_each(one, table, pipes, chosen) + more)
+    staging = window_address(one.context) + staging_offset(one, pipes, NODES)
+    return tl.where(window != 0, window + out_offset(one, pipes, NODES), staging)

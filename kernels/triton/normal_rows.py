@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 
 from .blocks import N_RECV_ROWS, N_SEND_ROWS
-from .normal_pipes import STEP, Channel, entry, get, node_of, peer_of, places_of
+from .normal_pipes import (
+    STEP,
+    Channel,
+    entry,
+    get,
+    node_of,
+    peer_of,
+    places_of,
+)
 from .words import aligned, int32s, poke, uint8s
 
 

@@ -9,6 +9,8 @@ from .blocks import W_ENDED, W_NUMBER, W_OPENED, W_TICKETS
 from .context import has_failed_now, wait_limit
 from .normal_pipes import (
     Channel,
+)
+from .normal_progress import (
     advance,
     blame,
     count_messages,

@@ -28,12 +28,15 @@ class Fault:
 
 FAULTS: dict[str, Fault] = {
     "an operation ends when its rows are there": Fault(
-        Change("normal_pipes._unwritten", "proxied & (written < shown)", "proxied & (written < 0)"),
+        Change("normal_progress._unwritten", "proxied & (written < shown)", "proxied & (written < 0)"),
         "proxied",
         held=True,
     ),
     "rows land where a write may be repeated": Fault(
-        Change("normal_pipes.look", "tl.minimum(out_rows, ring)", "out_rows + ring"), "proxied", held=True, narrow=True
+        Change("normal_progress.look", "tl.minimum(out_rows, ring)", "out_rows + ring"),
+        "proxied",
+        held=True,
+        narrow=True,
     ),
     "what is read is told at once, and not when the turn is over": Fault(
         Change("normal_turns.end_turn", "    settle(BACKEND)\n", "")
@@ -49,17 +52,17 @@ FAULTS: dict[str, Fault] = {
         Change("normal_open.await_opened", "(opened != number + 1) & (opened != -(number + 1))", "opened == 1 << 40")
     ),
     "a word of the operation before counts": Fault(
-        Change("normal_pipes._stamped", "tl.where(words >= one.stamp, words - one.stamp, 0)", "words & 0xFFFF")
+        Change("normal_progress._stamped", "tl.where(words >= one.stamp, words - one.stamp, 0)", "words & 0xFFFF")
     ),
     "more rows are put than fit": Fault(
-        Change("normal_pipes.look", "tl.minimum(freed, sent) + out_rows", "sent + out_rows"), narrow=True
+        Change("normal_progress.look", "tl.minimum(freed, sent) + out_rows", "sent + out_rows"), narrow=True
     ),
     "room is told of before it is there": Fault(
-        Change("normal_pipes.advance", "one.stamp + taken, free", "one.stamp + taken + 1, free"), narrow=True
+        Change("normal_progress.advance", "one.stamp + taken, free", "one.stamp + taken + 1, free"), narrow=True
     ),
     "a message of rows is told of too early": Fault(
         Change(
-            "normal_pipes.look",
+            "normal_progress.look",
             "count - get_each(one, N_MESSAGES_TAKEN + table",
             "1 + count - get_each(one, N_MESSAGES_TAKEN + table",
         ),

@@ -34,6 +34,7 @@ _FAMILIES = {
     "normal": (
         *_SHARED,
         "normal_pipes",
+        "normal_progress",
         "normal_notify",
         "normal_open",
         "normal_turns",
