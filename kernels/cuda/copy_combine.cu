@@ -53,12 +53,16 @@ __device__ __forceinline__ void give(
     move_pieces(slots, part, rows, from, to);
 }
 
+// The first row is taken as it is: added to zero it would lose the sign of a zero.
 __device__ __forceinline__ void add(float (&total)[VALUES], const uint4& vector, bool first) {
+    if (first) {
+        widen(vector, total);
+        return;
+    }
     float part[VALUES];
     widen(vector, part);
     for (int at = 0; at < VALUES; ++at) {
-        // rule: a sum of one row is that row
-        total[at] = first ? part[at] : total[at] + part[at];
+        total[at] += part[at];
     }
 }
 

@@ -32,28 +32,37 @@ __device__ __forceinline__ unsigned meta_word(const Tensors& tensors, word token
     return place < META_WORDS ? tensors.scales[token * SCALE_WORDS + place - 2 * TOPK] : 0;
 }
 
+// put(rank, address of the row in its ring) for each rank that gets a row of this turn.
+template <class Put>
+__device__ __forceinline__ void to_each_rank(const Channel& one, const Turn& turn, int row, Put put) {
+    int pipe = first_pipe(one);
+    for (int step = 0; step < one.ranks; ++step, pipe = pipe + 1 < one.ranks ? pipe + 1 : 0) {
+        if (passes(turn, pipe, row)) {
+            const int place = turn.sent[pipe] + before(turn, pipe, row);
+            put(pipe, row_at(turn.out_ring[pipe], turn.out_rows[pipe], one, place));
+        }
+    }
+}
+
 // Put the first `rows` tokens of this turn, from `token` on, into the pipes of their ranks.
 __device__ __forceinline__ void send(
     const Channel& one, const Turn& turn, Slots& slots, Part part, const Tensors& tensors, word token, int rows) {
     const int lane = threadIdx.x % 32;
     auto from = [&](Piece piece) { return tensors.x + (token + piece.row) * ROW + piece.offset(); };
     auto to = [&](Piece piece, char* memory) {
-        int pipe = first_pipe(one);
-        for (int step = 0; step < one.ranks; ++step, pipe = pipe + 1 < one.ranks ? pipe + 1 : 0) {
-            if (!passes(turn, pipe, piece.row)) {
-                continue;
-            }
-            const int place = turn.sent[pipe] + before(turn, pipe, piece.row);
-            const word target = row_at(turn.out_ring[pipe], turn.out_rows[pipe], one, place);
-            if (slots.copies) {
+        // all copies first: a meta waits for what it is made of
+        if (slots.copies) {
+            to_each_rank(one, turn, piece.row, [&](int, word target) {
                 bulk_store(global<void>(target + piece.offset()), memory, piece.size());
-            }
-            if (piece.part == 0) {
+            });
+        }
+        if (piece.part == 0) {
+            to_each_rank(one, turn, piece.row, [&](int pipe, word target) {
                 unsigned* const meta = global<unsigned>(target + ROW);
                 for (int index = lane; index < tensors.meta_words; index += 32) {
                     meta[index] = meta_word(tensors, token + piece.row, pipe, index);
                 }
-            }
+            });
         }
     };
     move_pieces(slots, part, rows, from, to);
