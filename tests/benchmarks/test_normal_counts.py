@@ -7,8 +7,10 @@ import importlib.util
 import pytest
 
 from benchmarks import normal_counts
+from tests.support.nvrtc import needs_nvrtc
 
 pytestmark = [
+    needs_nvrtc,
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
 ]

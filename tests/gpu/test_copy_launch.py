@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+from tests.support.nvrtc import needs_nvrtc
+
+pytestmark = [
+    needs_nvrtc,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
 normal = pytest.importorskip("uccl_ep_serving.kernels.cuda.normal", reason="needs Triton")
 
 from uccl_ep_serving.errors import ConfigError, TransportError  # noqa: E402

@@ -7,7 +7,12 @@ import re
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+from tests.support.nvrtc import needs_nvrtc
+
+pytestmark = [
+    needs_nvrtc,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
 normal = pytest.importorskip("uccl_ep_serving.kernels.cuda.normal", reason="needs Triton")
 
 from tests.kernels.compiled_traps import cubin_resources  # noqa: E402

@@ -151,7 +151,10 @@ def test_who_falls_silent_is_named(interpreted: Ranks, who: int) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("word", "rows"), [(pipe.ARRIVED, 5), (pipe.ARRIVED, pipe.EVERYTHING), (pipe.FREED, 1000)])
 def test_a_word_of_a_pipe_that_cannot_be_is_refused(interpreted: Ranks, word: int, rows: int) -> None:
-    assert interpreted.run(4, bodies.forged_word, NODES, word, rows, timeout=300)[1] == ("ProtocolError", 0)
+    kind, peer, said = interpreted.run(4, bodies.forged_word, NODES, word, rows, timeout=300)[1]
+    assert (kind, peer) == ("ProtocolError", 0)
+    # not what was taken out instead
+    assert f"got {rows:#x}, expected" in said
 
 
 @pytest.mark.interpreter

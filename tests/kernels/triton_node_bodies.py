@@ -68,8 +68,9 @@ def broken_promise(exchange: StoreExchange, overrides: dict[str, Any], tokens: i
     buffer, rank = plain.opened(exchange, overrides), exchange.rank
     inputs = Case(tokens=(tokens,) * 4, experts=4, topk=2, lost=0.0, hidden=128).inputs()
     for own, ids in enumerate(inputs.topk_idx):
-        # one expert a rank: all tokens go to both ranks of the other node
+        # one expert a rank: every other token goes to both ranks of the other node, the rest to its first
         ids[:] = torch.tensor([2, 3]) if own < 2 else torch.tensor([0, 1])
+        ids[1::2, 1] = -1
     session: Any = buffer._backend.normal._session
     empty = torch.empty
 
@@ -81,11 +82,11 @@ def broken_promise(exchange: StoreExchange, overrides: dict[str, Any], tokens: i
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "check", lambda phase: None)
+        patch.setattr(torch, "empty", used_before)
         rows, _, _, _, handle, _ = normal_cases.dispatch(buffer, inputs, rank, num_worst_tokens=1)
         assert len(rows) == 1
         more, weights = torch.full((8, 128), 7.0, dtype=rows.dtype), torch.full((8, 2), 7.0)
         more[:1], weights[:1] = 1.0, 0.5
-        patch.setattr(torch, "empty", used_before)
         combined, factors, _ = buffer.combine(more[:1], handle, topk_weights=weights[:1])
     # the first row of each rank is of the first token of the other node's first rank
     there = float(rank % 2 == 0)
@@ -242,9 +243,9 @@ def only_open(buffer: Buffer) -> None:
     normal._session.end = lambda *_, **__: None
 
 
-def forged_word(exchange: StoreExchange, overrides: dict[str, Any], word: int, rows: int) -> tuple[str, int]:
-    """Rank 0 falls silent, and rank 1 finds a word of its pipe that cannot be. What that one raises, and whom it
-    names."""
+def forged_word(exchange: StoreExchange, overrides: dict[str, Any], word: int, rows: int) -> tuple[str, int, str]:
+    """Rank 0 falls silent, and rank 1 finds a word of its pipe that cannot be. What that one raises, whom it names, and
+    what it says."""
     buffer, rank = plain.opened(exchange, {**overrides, "timeout": 8.0}), exchange.rank
     inputs = Case(tokens=(4, 3, 5, 4), experts=4, topk=4, lost=0.0).inputs()
     # the windows and counters in use
@@ -254,7 +255,7 @@ def forged_word(exchange: StoreExchange, overrides: dict[str, Any], word: int, r
         normal_cases.dispatch(buffer, inputs, rank)
         time.sleep(20)
         buffer.runtime.close(0.1)
-        return "", -1
+        return "", -1, ""
     if rank == 1:
         normal: Any = buffer._backend.normal
         number = int(normal._session._present.state.words[block.NUMBER])
@@ -263,10 +264,10 @@ def forged_word(exchange: StoreExchange, overrides: dict[str, Any], word: int, r
     try:
         normal_cases.dispatch(buffer, inputs, rank)
     except UcclEpError as error:
-        return type(error).__name__, getattr(error, "peer", -1)
+        return type(error).__name__, getattr(error, "peer", -1), str(error)
     finally:
         buffer.destroy()
-    return "", -1
+    return "", -1, ""
 
 
 def random_steps(exchange: StoreExchange, overrides: dict[str, Any], steps: int, seed: int) -> int:

@@ -18,6 +18,7 @@ trials = pytest.importorskip("tests.ptx.product.trials", reason="needs Triton")
 
 from tests.ptx.product.compiled import Compiled  # noqa: E402
 from tests.support.normal_cases import Case  # noqa: E402
+from tests.support.nvrtc import needs_nvrtc  # noqa: E402
 from uccl_ep_serving.config import Settings  # noqa: E402
 
 SHAPES: dict[str, Case] = {
@@ -64,11 +65,13 @@ def test_many_seeds(memory: str, path: str, shape: str, narrow: bool) -> None:
         trials.exchange(compiled(memory), memory, path, SHAPES[shape], seed, narrow)
 
 
+@needs_nvrtc
 @pytest.mark.parametrize(("memory", "shape"), [("sequential", "three ranks"), ("weak", "bf16")])
 def test_bulk_copies(memory: str, shape: str) -> None:
     trials.exchange(compiled(memory), memory, "mapped", SHAPES[shape], 1, memory == "weak", copies=["tma"])
 
 
+@needs_nvrtc
 @pytest.mark.model
 @pytest.mark.parametrize("copies", trials.COPIES)
 def test_turns_of_as_many_rows_as_they_may_have(copies: str) -> None:
@@ -77,6 +80,7 @@ def test_turns_of_as_many_rows_as_they_may_have(copies: str) -> None:
     trials.exchange(compiled("sequential"), "sequential", "mapped", case, 0, settings=settings, copies=[copies])
 
 
+@needs_nvrtc
 @pytest.mark.model
 @pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
 @pytest.mark.parametrize("copies", [["tma"], ["tma", "triton"]], ids=["alone", "beside Triton's"])

@@ -18,12 +18,14 @@ from tests.ptx.product.ranks import TIMEOUT, ModelRuntime  # noqa: E402
 from tests.ptx.product.test_normal import compiled  # noqa: E402
 from tests.support import normal_cases  # noqa: E402
 from tests.support.normal_cases import Case  # noqa: E402
+from tests.support.nvrtc import needs_nvrtc  # noqa: E402
 from uccl_ep_serving.config import Settings  # noqa: E402
 from uccl_ep_serving.errors import PeerTimeout, ProtocolError  # noqa: E402
 from uccl_ep_serving.kernels.blocks import normal_device as block  # noqa: E402
 from uccl_ep_serving.protocol import pipe  # noqa: E402
 from uccl_ep_serving.protocol.streams import MAX_CHANNELS  # noqa: E402
 
+pytestmark += [needs_nvrtc]
 CASE = Case(tokens=(5, 6), experts=4, topk=4, lost=0.0, seed=3)
 #: What rank 1 does, and what rank 0 raises.
 SILENT, TOO_MANY, NEVER_SENT = "moves nothing", "tells of rows that it has not", "has read rows that were not sent"
