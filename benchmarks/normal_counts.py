@@ -133,7 +133,10 @@ def execute_here(ranks: int, tokens: int, copy: str) -> dict[str, dict[str, floa
                 one["longest"] = max(one["longest"], int(warps.max()))
                 one["executed"] += int(warps.sum()) / ranks
 
-    machine = Counted(1, Sequential(), resident=PROGRAMS, burst=0.9, parting=0.0, host_limit_s=SECONDS)
+    # turns store the same words again, which the machine takes for waiting: its clock goes on as it is
+    machine = Counted(
+        1, Sequential(), resident=PROGRAMS, burst=0.9, parting=0.0, patience=1 << 60, host_limit_s=SECONDS
+    )
     rows = ranks * tokens * (2 * HIDDEN + 256)
     sizes = {"heap": 1 << 16, "rounds": 2 * rows * ranks, "chunk": 1 << 20}
     settings = Settings(timeout=TIMEOUT, window="host", programs=PROGRAMS, copy=copy)
