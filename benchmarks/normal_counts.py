@@ -209,7 +209,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         triton = [one for one in compiled if not one["kernel"].startswith("copy_")]
         slowest = max(one["seconds"] for one in triton)
         totals = [f"{sum(one[key] for one in triton):,.0f}" for key in ("seconds", "text", "bytes")]
-        sums.append([way, len(triton), *totals, f"{slowest:.1f}", f"{found['lines'][way]:,}"])
+        sums.append([way, str(len(triton)), *totals, f"{slowest:.1f}", f"{found['lines'][way]:,}"])
     executed = [
         [f"EP{key.replace(' ', ', ')}", f"`{name}`", *(f"{one[what]:,.0f}" for what in one)]
         for key, parts in found["executed"].items()
@@ -249,9 +249,9 @@ def main() -> None:
             print(json.dumps(compile_here() if what == "compile" else copies_here()))
         return
     found = measure(options.ranks or [8, 16, 32], options.tokens, options.before)
-    print(markdown(found))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(markdown(found))
 
 
 if __name__ == "__main__":
