@@ -255,15 +255,25 @@ __device__ __forceinline__ bool unfinished(const Channel& one, const Turn& turn)
     return found;
 }
 
+// When the present wait began, and when the sticky error was looked at last.
+struct Wait {
+    word start, checked;
+};
+
+__device__ __forceinline__ Wait begin_wait() {
+    const word now = clock_ns();
+    return {now, now};
+}
+
 // After a turn in which nothing moved: whether to go on, the same in all threads. Barriers stand around it.
-__device__ __forceinline__ int end_spin(const Channel& one, Turn& turn, word start, word& checked) {
+__device__ __forceinline__ int end_spin(const Channel& one, Turn& turn, Wait& wait) {
     if (threadIdx.x == 0) {
         const word now = clock_ns();
-        const bool late = now - start > one.of(C_LIMIT);
+        const bool late = now - wait.start > one.of(C_LIMIT);
         int found = late ? LATE : GOING;
         // also at the end of the time: what the host knows names whom this block would only guess
-        if (late || now - checked > CHECK_NS) {
-            checked = now;
+        if (late || now - wait.checked > CHECK_NS) {
+            wait.checked = now;
             // rule: a wait ends when the sticky error is set
             if (load_acquire_sys(global<const word>(one.of(C_ERROR))) != 0) {
                 found = OVER;
@@ -275,6 +285,22 @@ __device__ __forceinline__ int end_spin(const Channel& one, Turn& turn, word sta
     const int found = turn.found;
     __syncthreads();
     return found;
+}
+
+// End a turn in which `moved` rows moved: DONE, GOING, or why there is no other turn. All copies of this thread are over.
+// `left`: there is work of which no pipe knows.
+__device__ __forceinline__ int end_turn(
+    const Channel& one, Turn& turn, Pipe& mine, int sent, int taken, int moved, bool left, Wait& wait) {
+    __syncthreads();
+    advance(one, turn, mine, sent, taken);
+    if (!unfinished(one, turn) && !left) {
+        return DONE;
+    }
+    if (moved != 0) {
+        wait = begin_wait();
+        return GOING;
+    }
+    return end_spin(one, turn, wait);
 }
 
 // Note peers that are missing: whose rows have not come, else who have not read those that they have, else all.

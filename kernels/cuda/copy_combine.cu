@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_combine(
     Pipe mine = begin_pipe(one, turn);
     Slots slots = begin_slots(memory, full);
     Tokens own = all;
-    word start = clock_ns(), checked = start;
+    Wait wait = begin_wait();
     int found = GOING;
     while (found == GOING) {
         found = look(one, turn, mine, true);
@@ -182,13 +182,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_combine(
         if (slots.copies) {
             fence_global();
         }
-        int moved = count_rows(one, turn), rows = 0;
+        const int moved = count_rows(one, turn);
+        int rows = 0;
         if (own.next < own.end) {
             const int many = own.end - own.next < PIPE_STEP ? own.end - own.next : PIPE_STEP;
             rows = plan(one, turn, in_rank + own.next * one.ranks, many, turn.taken, turn.arrived, turn.receive);
         }
-        give(one, turn, slots, part_of(moved, copies_of(one, turn, rows), false), tensors, moved);
-        sum(one, turn, slots, part_of(moved, copies_of(one, turn, rows), true), tensors, own.next, rows);
+        const int copies = copies_of(one, turn, rows);
+        give(one, turn, slots, part_of(moved, copies, false), tensors, moved);
+        sum(one, turn, slots, part_of(moved, copies, true), tensors, own.next, rows);
         int sent = 0, taken = 0;
         if (mine.live) {
             sent = turn.sent[threadIdx.x] + turn.many[threadIdx.x];
@@ -197,16 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_combine(
         if (slots.copies) {
             wait_stores<0>();
         }
-        __syncthreads();
-        own.next += rows, moved += rows;
-        advance(one, turn, mine, sent, taken);
-        if (!unfinished(one, turn) && own.next == own.end) {
-            found = DONE;
-        } else if (moved != 0) {
-            start = checked = clock_ns();
-        } else {
-            found = end_spin(one, turn, start, checked);
-        }
+        own.next += rows;
+        found = end_turn(one, turn, mine, sent, taken, moved + rows, own.next < own.end, wait);
     }
     end_turns(one, turn, mine, found, true);
     if (has_failed(one, turn)) {

@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_dispatch(
     Pipe mine = begin_pipe(one, turn);
     Slots slots = begin_slots(memory, full);
     Tokens own = tokens_of(one, tokens);
-    word start = clock_ns(), checked = start;
+    Wait wait = begin_wait();
     int found = GOING;
     while (found == GOING) {
         found = look(one, turn, mine, false);
@@ -144,13 +144,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_dispatch(
         if (slots.copies) {
             fence_global();
         }
-        int moved = count_rows(one, turn), rows = 0;
+        const int moved = count_rows(one, turn);
+        int rows = 0;
         if (own.next < own.end) {
             const int many = own.end - own.next < PIPE_STEP ? own.end - own.next : PIPE_STEP;
             rows = plan(one, turn, in_rank + own.next * one.ranks, many, turn.sent, turn.limit, turn.send);
-            send(one, turn, slots, part_of(copies_of(one, turn, rows), moved, false), tensors, own.next, rows);
         }
-        receive(one, turn, slots, part_of(copies_of(one, turn, rows), moved, true), tensors, moved);
+        const int copies = copies_of(one, turn, rows);
+        send(one, turn, slots, part_of(copies, moved, false), tensors, own.next, rows);
+        receive(one, turn, slots, part_of(copies, moved, true), tensors, moved);
         int sent = 0, taken = 0;
         if (mine.live) {
             sent = turn.sent[threadIdx.x] + (own.next < own.end ? before(turn, threadIdx.x, rows) : 0);
@@ -159,16 +161,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_dispatch(
         if (slots.copies) {
             wait_stores<0>();
         }
-        __syncthreads();
-        own.next += rows, moved += rows;
-        advance(one, turn, mine, sent, taken);
-        if (!unfinished(one, turn)) {
-            found = DONE;
-        } else if (moved != 0) {
-            start = checked = clock_ns();
-        } else {
-            found = end_spin(one, turn, start, checked);
-        }
+        own.next += rows;
+        found = end_turn(one, turn, mine, sent, taken, moved + rows, false, wait);
     }
     end_turns(one, turn, mine, found, false);
     end_operation(one);

@@ -28,7 +28,7 @@ from .blocks import (
 )
 from .kernel import kernel
 from .normal_notify import Opening
-from .normal_open import await_opened, first_token, open_operation
+from .normal_open import OPENING, await_opened, first_token, open_operation
 from .normal_pipes import (
     STEP,
     Channel,
@@ -59,21 +59,7 @@ from .words import aligned, clock_ns, int32s, int64s, poke, uint8s
 
 #: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
 UNALIGNED = [
-    "channels",
-    "node_ranks",
-    "in_rank",
-    "tokens",
-    "route",
-    "expert_counts",
-    "number",
-    "ticket",
-    "capacity",
-    "shape",
-    "shape_step",
-    "coding",
-    "meta_bytes",
-    "local_experts",
-    "most_each",
+    *OPENING,
     "topk_idx",
     "weights",
     "scales",

@@ -374,7 +374,7 @@ def await_opened(one: Channel, BACKEND: tl.constexpr) -> tl.tensor:
 
 
 #: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
-UNALIGNED = [
+OPENING = [
     "channels",
     "node_ranks",
     "in_rank",
@@ -393,7 +393,7 @@ UNALIGNED = [
 ]
 
 
-@kernel(do_not_specialize=UNALIGNED)
+@kernel(do_not_specialize=OPENING)
 def open_rows(
     context: tl.int64,
     state: tl.int64,
