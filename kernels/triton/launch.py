@@ -73,6 +73,7 @@ class Variant:
         constants: its ``tl.constexpr`` parameters by name.
         warps: of a program.
         fused: multiplication and addition may become one rounding.
+        registers: of a thread at most, 0 = the compiler decides. CUDA alone takes it.
         loaded: by device; written by :meth:`Launch.compile`.
     """
 
@@ -80,7 +81,14 @@ class Variant:
     constants: Mapping[str, Any]
     warps: int = 1
     fused: bool = True
+    registers: int = 0
     loaded: dict[Any, _Loaded] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton is told beside the arguments and constants."""
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, "enable_fp_fusion": self.fused, **limit}
 
     def __post_init__(self) -> None:
         # in the interpreter there is none
@@ -139,18 +147,12 @@ class Launch(NamedTuple):
     def run_by_triton(self) -> None:
         """Launch on the current stream, Triton's own way."""
         one = self.variant
-        one.kernel[self.grid](*self.arguments, **one.constants, num_warps=one.warps, enable_fp_fusion=one.fused)
+        one.kernel[self.grid](*self.arguments, **one.constants, **one.options)
 
     def build(self) -> Any:
         """Compile without launching, into Triton's cache; what Triton makes of it."""
         one = self.variant
-        built = one.kernel.warmup(
-            *self.arguments,
-            **one.constants,
-            num_warps=one.warps,
-            enable_fp_fusion=one.fused,
-            grid=self.grid,
-        )
+        built = one.kernel.warmup(*self.arguments, **one.constants, **one.options, grid=self.grid)
         # At each launch of its own way Triton compares every global name that the kernel reads with its value when it
         # was compiled, 0.6 us each: 80 us of `advance`, which reads 133 in Triton 3.9. They are constants of modules.
         one.kernel.used_global_vals.clear()

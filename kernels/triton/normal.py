@@ -20,9 +20,11 @@ from .normal_combine import combine_rows
 from .normal_dispatch import dispatch_rows
 from .normal_open import open_rows
 from .routing import mark_tokens, report_ids
+from .words import CUDA
 
-#: Threads of a program.
-_THREADS = 256
+#: Threads of a program, and registers of each at most on CUDA: all that there are. Where a kernel calls functions ptxas
+#: may take 128 otherwise, and spill 440 bytes (combine between nodes, Triton 3.8).
+_THREADS, _REGISTERS = 256, 255
 #: Rows that a program copies together, and words of 4 bytes of a row: 64 KiB are on their way to it.
 _ROWS, _BLOCK = 4, 4096
 #: Tokens that it sums together, values of a row, and ranks whose rows it asks for together: 16 KiB of BF16.
@@ -56,6 +58,7 @@ class TritonNormalKernels:
         self._rows = 16 if interpreted else _ROWS
         self._most_channels = 3 if interpreted else MAX_CHANNELS
         self._warps = max(_THREADS // self.target.warp, 1)
+        self._registers = _REGISTERS if self.target.backend == int(CUDA.value) else 0
         pipes = _power_of_two(pipe_count(ranks))
         self._shared = {
             "RANKS": self._ranks,
@@ -225,7 +228,7 @@ class TritonNormalKernels:
     def _make_dispatch(self, kind: int, nodes: bool, row_bytes: int, scale_bytes: int, topk: int) -> Variant:
         scales = {"SCALE_WORDS": scale_bytes // 4, "SCALES": _power_of_two(scale_bytes // 4)}
         constants = {"KIND": kind, "NODES": nodes, **scales, **self._moving(row_bytes, topk)}
-        return Variant(dispatch_rows, constants, self._warps)
+        return Variant(dispatch_rows, constants, self._warps, registers=self._registers)
 
     def combine(
         self,
@@ -282,7 +285,7 @@ class TritonNormalKernels:
             "SUMMED": min(_SUMMED, _power_of_two(hidden)),
             **self._moving(row_bytes, topk),
         }
-        return Variant(combine_rows, constants, self._warps, fused=False)
+        return Variant(combine_rows, constants, self._warps, fused=False, registers=self._registers)
 
 
 def _told(form: NormalFormat, opening: NormalOpening, capacity: int) -> tuple[int, ...]:

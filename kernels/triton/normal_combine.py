@@ -360,7 +360,7 @@ def _exchange(
                 summed = _sum_own(one, tensors, token, sums, NODES, BACKEND)
                 token += summed
                 moved += summed
-            left = token < first_token(tensors.tokens, one.index + 1, one.channels)
+            left = (token < first_token(tensors.tokens, one.index + 1, one.channels)).to(tl.int32)
             found, start, checked = end_turn(one, moved, left, start, checked, NODES, PIPES, BACKEND)
     end_turns(one, found, NODES, PIPES, BACKEND)
 

@@ -317,7 +317,7 @@ def _exchange(
                     if node != node_of(one):
                         moved += _forward(one, tensors, as_long(node), shape)
             moved += _receive(one, tensors, shape)
-            found, start, checked = end_turn(one, moved, False, start, checked, NODES, PIPES, BACKEND)
+            found, start, checked = end_turn(one, moved, 0, start, checked, NODES, PIPES, BACKEND)
     end_turns(one, found, NODES, PIPES, BACKEND)
 
 

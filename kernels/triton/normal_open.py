@@ -281,7 +281,7 @@ def _settle_counts(
     return broken
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def open_operation(
     one: Channel,
     opening: Opening,

@@ -1,4 +1,9 @@
-"""How turns of a channel begin and end, and how a kernel of normal mode ends."""
+"""How turns of a channel begin and end, and how a kernel of normal mode ends.
+
+What stands between moves is called (``noinline``), as the opening is: a pass of Triton's (TritonGPUCoalesce) takes time
+with the third power of a function's length, 15 of the 17 s that a dispatch between nodes took to compile as one, and
+addresses of moves need not stay in registers meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +54,14 @@ def channel_number(state: tl.tensor, STARTS_IN_ORDER: tl.constexpr) -> tl.tensor
         return number
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def begin_turn(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
     """Look at the peers: GOING when rows may be moved."""
     found = tl.where(look(one, NODES, PIPES, BACKEND) != 0, CLAIMED, GOING)
     return tl.where(has_failed_now(one.context, BACKEND), OVER, found)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def end_turn(
     one: Channel,
     moved: tl.tensor,
@@ -91,7 +96,7 @@ def end_turn(
     return found, start, checked
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def end_turns(one: Channel, found: tl.tensor, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
     """After the last turn: fail, unless all is right."""
     if found == LATE:
@@ -104,7 +109,7 @@ def end_turns(one: Channel, found: tl.tensor, NODES: tl.constexpr, PIPES: tl.con
         fail_by_notes(one, tl.where(found == FULL, FAILURE_RING_FULL, code), PIPES, BACKEND)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def end_kernel(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
     """Count this program as ended; the last one closes the operation."""
     number = peek(one.state + W_NUMBER)

@@ -180,12 +180,13 @@ def exchanges_of_rows(ttgir: str) -> list[str]:
 
 
 def cubin_resources(cubin: bytes) -> dict[str, int]:
-    """What the ELF file for a GPU says of its one kernel: EIATTR_REGCOUNT and EIATTR_FRAME_SIZE of ``.nv.info``."""
+    """What the ELF file for a GPU says of its one kernel and the functions that this calls, whichever has most:
+    EIATTR_REGCOUNT and EIATTR_FRAME_SIZE of ``.nv.info``."""
     (table,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names = struct.unpack_from("<HHH", cubin, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + index * size) for index in range(count)]
     strings = cubin[sections[names][4] :]
-    found = {}
+    found = {"registers": 0, "spilled": 0}
     for name, _, _, _, start, length, *_ in sections:
         if strings[name : strings.index(b"\0", name)] != b".nv.info":
             continue
@@ -197,6 +198,7 @@ def cubin_resources(cubin: bytes) -> dict[str, int]:
             if form == 4:
                 if attribute in (0x2F, 0x11):
                     _, number = struct.unpack_from("<II", cubin, place)
-                    found["registers" if attribute == 0x2F else "spilled"] = number
+                    what = "registers" if attribute == 0x2F else "spilled"
+                    found[what] = max(found[what], number)
                 place += value
     return found

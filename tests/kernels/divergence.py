@@ -23,6 +23,7 @@ from functools import cached_property
 from itertools import permutations
 
 from tests.kernels.flow_graph import loops, postdominators, reached
+from tests.kernels.llvm_calls import inlined
 from tests.kernels.llvm_ir import Function, Instruction, read
 
 __all__ = ["divergences"]
@@ -59,7 +60,7 @@ _READS = re.compile(r"\.sreg\.|workitem|mbcnt|memtime|memrealtime|s\.getreg|cloc
 def divergences(text: str) -> list[str]:
     """What is wrong in the IR ``text`` of a kernel: which operation, on which line of the source, and the branch at
     which threads part."""
-    return _Analysis(read(text)).faults()
+    return _Analysis(inlined(*read(text))).faults()
 
 
 class _Analysis:

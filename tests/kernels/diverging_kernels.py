@@ -83,6 +83,22 @@ def of_a_poll(
     tl.store(int32s(out), found)
 
 
+@triton.jit(noinline=True)
+def _told(word: tl.tensor, out: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """Reached by all, and left by as many, when all are told the same."""
+    found = tl.full((), 0, tl.int32)
+    if word != 0:
+        found = largest(out, LANES)
+    return found
+
+
+@triton.jit
+def in_a_function(
+    address: tl.int64, out: tl.int64, LANES: tl.constexpr, AGREED: tl.constexpr, BACKEND: tl.constexpr
+) -> None:
+    tl.store(int32s(out), _told(own_word(address, AGREED, BACKEND), out, LANES))
+
+
 @triton.jit
 def hidden(address: tl.int64, out: tl.int64, LANES: tl.constexpr, AGREED: tl.constexpr, BACKEND: tl.constexpr) -> None:
     """What the first lane has, by a shuffle of which the compiler does not know."""
@@ -102,7 +118,8 @@ def hidden(address: tl.int64, out: tl.int64, LANES: tl.constexpr, AGREED: tl.con
 def main(target: str) -> None:
     gpu = GPUS[target]
     backend = CUDA if gpu.backend == "cuda" else HIP
-    for kernel in (under_a_branch, barrier_under_a_branch, in_a_loop, after_a_return, of_a_poll, hidden):
+    every = (under_a_branch, barrier_under_a_branch, in_a_loop, after_a_return, of_a_poll, in_a_function, hidden)
+    for kernel in every:
         for agreed in (True, False):
             constants = {"LANES": gpu.warp_size, "AGREED": agreed, "BACKEND": int(backend.value)}
             with compiling_for(gpu):

@@ -1,4 +1,5 @@
-"""Reads the LLVM IR that Triton keeps of a kernel: basic blocks, instructions, and the lines of Python they come from.
+"""Reads the LLVM IR that Triton keeps of a kernel and the functions that it calls: basic blocks, instructions, and the
+lines of Python they come from.
 
 Of a text that it does not understand it says so, with the line.
 """
@@ -8,9 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Function", "Instruction", "read"]
+__all__ = ["NAME", "Function", "Instruction", "read"]
 
-_NAME = r"%[\w.$-]+"
+#: Of a value or a label.
+NAME = r"%[\w.$-]+"
 #: Quoted text holds no quotation mark: LLVM writes those as ``\\22``.
 _QUOTED = re.compile(r'"([^"]*)"')
 _ASSEMBLY = re.compile(r'\basm (?:\w+ )*"([^"]*)", "([^"]*)"')
@@ -48,10 +50,10 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A kernel.
+    """A kernel, or a function that it calls.
 
     Attributes:
-        name: as a profile shows it.
+        name: of a kernel, as a profile shows it. parameters: with the ``%``.
         threads: of a program, 0 where the text does not say.
         lanes: of a warp.
         blocks: the last instruction of each ends it.
@@ -61,6 +63,7 @@ class Function:
     """
 
     name: str
+    parameters: tuple[str, ...]
     threads: int
     lanes: int
     blocks: list[list[Instruction]]
@@ -90,26 +93,41 @@ def _part(node: str, key: str) -> str:
     return found.group(1) if found else ""
 
 
-def read(text: str) -> Function:
-    """The one function that ``text`` defines.
+def read(text: str) -> tuple[Function, dict[str, Function]]:
+    """The kernel that ``text`` defines, and by name the functions that it calls.
 
     Raises:
-        ValueError: there are more or none, or an instruction that ends a block and is not known.
+        ValueError: there are more kernels or none, or an instruction that ends a block and is not known.
     """
     lines = text.splitlines()
     starts = [place for place, line in enumerate(lines) if line.startswith("define ")]
-    if len(starts) != 1:
-        raise ValueError(f"the IR defines {len(starts)} functions: only one into which all calls are inlined is read")
-    (start,) = starts
-    head = re.match(r"define .*?@([\w.]+)\(.*\).*?#(\d+)", lines[start])
-    if not head:
-        raise ValueError(f"line {start + 1} of the IR defines a function without attributes: {lines[start][:200]}")
+    called = [place for place in starts if lines[place].startswith("define internal ")]
+    if len(starts) != len(called) + 1:
+        raise ValueError(f"the IR defines {len(starts) - len(called)} kernels: one is read")
     attributes = dict(re.findall(r"^attributes #(\d+) = \{(.*)\}", text, re.MULTILINE))
-    size = re.search(r'"nvvm\.reqntid"="(\d+)|"amdgpu-flat-work-group-size"="\d+,(\d+)', attributes[head.group(2)])
+    metadata = dict(re.findall(r"^!(\d+) = (?:distinct )?!(DI\w+\(.*\))$", text, re.MULTILINE))
     convergent = {number for number, words in attributes.items() if "convergent" in _QUOTED.sub("", words).split()}
     declared = re.findall(r"^declare .*?@([\w.]+)\(.*#(\d+)", text, re.MULTILINE)
     converging = {name for name, number in declared if number in convergent}
+    found = [_function(lines, place, attributes, metadata, converging, convergent) for place in starts]
+    kernel = found[starts.index(next(place for place in starts if place not in called))]
+    return kernel, {one.name: one for one in found if one is not kernel}
 
+
+def _function(
+    lines: list[str],
+    start: int,
+    attributes: dict[str, str],
+    metadata: dict[str, str],
+    converging: set[str],
+    convergent: set[str],
+) -> Function:
+    """The function whose head is line ``start``; ``converging`` are functions, ``convergent`` numbers of attributes."""
+    head = re.match(r"define .*?@([\w.]+)\((.*)\).*?#(\d+)", lines[start])
+    if not head:
+        raise ValueError(f"line {start + 1} of the IR defines a function without attributes: {lines[start][:200]}")
+    name, parameters, number_of = head.groups()
+    size = re.search(r'"nvvm\.reqntid"="(\d+)|"amdgpu-flat-work-group-size"="\d+,(\d+)', attributes[number_of])
     labels: dict[str, int] = {}
     blocks: list[list[Instruction]] = [[]]
     targets: list[list[str]] = [[]]
@@ -127,20 +145,24 @@ def read(text: str) -> Function:
                 place += 1
                 line += lines[place]
             blocks[-1].append(_instruction(line, number, len(blocks) - 1, converging, convergent))
-            targets[-1] += re.findall(rf"label ({_NAME})", line)
+            targets[-1] += re.findall(rf"label ({NAME})", line)
         place += 1
     for block in blocks:
         if not block or block[-1].opcode not in {"br", "switch", "ret", "unreachable"}:
             last = block[-1].text if block else "nothing"
             raise ValueError(f"a basic block of the IR ends with {last}: tests/kernels/llvm_ir.py does not know it")
+    names = tuple(re.findall(NAME, parameters))
+    # the label of the first block, where the text leaves it out: a number as the next unnamed value would have
+    labels.setdefault(str(len(names)), 0)
     return Function(
-        head.group(1),
+        name,
+        names,
         int(size.group(1) or size.group(2)) if size else 0,
         64 if "amdgpu_kernel" in lines[start] else 32,
         blocks,
         [list(dict.fromkeys(labels[one[1:]] for one in following)) for following in targets],
         labels,
-        dict(re.findall(r"^!(\d+) = (?:distinct )?!(DI\w+\(.*\))$", text, re.MULTILINE)),
+        metadata,
     )
 
 
@@ -150,15 +172,15 @@ def _instruction(line: str, number: int, block: int, converging: set[str], conve
     assembly = _ASSEMBLY.search(line)
     text = re.sub(r", ![\w.]+ !\d+", "", _QUOTED.sub('""', line)).strip()
     name, equals, rest = text.partition(" = ")
-    if not equals or not re.fullmatch(_NAME, name):
+    if not equals or not re.fullmatch(NAME, name):
         name, rest = "", text
     opcode = re.sub(r"^(?:tail|musttail|notail) ", "", rest).split(" ", 1)[0]
     callee = re.search(r"@([\w.]+)\(", rest) if opcode == "call" else None
     group = re.search(r"\) #(\d+)", rest)
     if opcode == "phi":
-        operands = re.findall(rf"\[ ({_NAME}),", rest)
+        operands = re.findall(rf"\[ ({NAME}),", rest)
     else:
-        operands = re.findall(_NAME, re.sub(rf"label {_NAME}", "", rest))
+        operands = re.findall(NAME, re.sub(rf"label {NAME}", "", rest))
     return Instruction(
         number,
         block,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,31 @@ def reduced(*steps: int) -> str:
     return "\n  ".join([*lines, f"%c = icmp eq i32 {last}, 7", ""])
 
 
+def calling(passed: str, result: str, *, then: str = "ret void", behind: str = "ret void") -> str:
+    """A call of ``called`` with ``passed``, and what comes ``behind`` it; the function does ``then``."""
+    call = f"{'%r = ' if result != 'void' else ''}tail call fastcc {result} @called(i32 {passed})"
+    return f"""{TID}
+  %u = icmp ult i32 %t, 9
+  {call}
+  {behind}
+}}
+
+define internal fastcc {result} @called(i32 range(i32 0, 9) %0) #0 {{
+  {then.strip()}"""
+
+
+#: What a function does that branches as it is told, and what one returns: what all have, and what each thread has.
+TOLD = "%c = icmp eq i32 %0, 3" + BRANCH.format(BARRIER)
+TWO = f"""{TID}
+  %one = insertvalue {{ i32, i32 }} poison, i32 %0, 0
+  %two = insertvalue {{ i32, i32 }} %one, i32 %t, 1
+  ret {{ i32, i32 }} %two"""
+
+
+def taken(field: int) -> str:
+    return f"%x = extractvalue {{ i32, i32 }} %r, {field}\n  %c = icmp eq i32 %x, 3" + BRANCH.format(BARRIER)
+
+
 def ir(body: str, threads: int) -> str:
     """A kernel of so many threads with that ``body``, and the debug information of three lines."""
     return f"""
@@ -125,6 +151,12 @@ RIGHT = {
     ),
     "as many turns for all": (32, LOOP.format(SHUFFLE)),
     "turns for all, counted behind the loop": (32, LEFT + BRANCH.format(BARRIER)),
+    "a function told by all": (32, calling("%n", "void", then=TOLD)),
+    "what a function returns, told by all": (
+        32,
+        calling("%n", "i32", then="ret i32 %0", behind="%c = icmp eq i32 %r, 3" + BRANCH.format(BARRIER)),
+    ),
+    "what is the same of two that a function returns": (32, calling("%n", "{ i32, i32 }", then=TWO, behind=taken(0))),
     "ways of all": (32, MEET.replace("%p", "%same") + BRANCH.format(BARRIER)),
 }
 #: What is wrong: also the operation and the cause that are named.
@@ -199,6 +231,27 @@ WRONG = {
         "shfl.sync.idx",
         "tid.x",
     ),
+    "a function told by each lane": (32, calling("%t", "void", then=TOLD), "barrier.cta", "tid.x"),
+    "a function that only some call": (
+        32,
+        calling("%n", "void", then=f"{BARRIER}\n  ret void").replace(
+            "  tail call", "  br i1 %u, label %in, label %out, !dbg !7\nout:\n  ret void\nin:\n  tail call"
+        ),
+        "barrier.cta",
+        "tid.x",
+    ),
+    "what a function returns": (
+        32,
+        calling("%t", "i32", then="ret i32 %0", behind="%c = icmp eq i32 %r, 3" + BRANCH.format(BARRIER)),
+        "barrier.cta",
+        "tid.x",
+    ),
+    "what differs of two that a function returns": (
+        32,
+        calling("%n", "{ i32, i32 }", then=TWO, behind=taken(1)),
+        "barrier.cta",
+        "tid.x",
+    ),
     "inline assembly": (
         32,
         ACQUIRED
@@ -226,7 +279,7 @@ def test_what_only_some_reach_is_found(name: str) -> None:
     assert before.startswith("wrong: ")
     assert operation in before
     assert "sends.py:12" in before
-    assert "br i1 %c" in after or "br i1 %out" in after
+    assert re.search(r"br i1 %(?:\d+\.)?c\b|br i1 %(?:out|u)\b", after)
     assert "sends.py:11" in after
     assert cause in after
     assert "waits.py:31 < sends.py:11" in after
@@ -246,7 +299,12 @@ def test_what_the_compiler_may_move_is_refused_wherever_it_stands() -> None:
     ("body", "words"),
     [
         ("indirectbr ptr null, [label %a]", "does not know"),
-        ("ret void\n}\n\ndefine void @more() #0 {\n  ret void", "2 f"),
+        ("ret void\n}\n\ndefine void @more() #0 {\n  ret void", "2 kernels"),
+        (calling("%n", "void", then="tail call fastcc void @called(i32 %0)\n  ret void"), "calls itself"),
+        (
+            calling("%n", "i32", then=BRANCH.format(BARRIER).replace("void", "i32 1") + "more:\n  ret i32 %0"),
+            "returns at several places",
+        ),
     ],
 )
 def test_ir_that_is_not_understood_is_refused(body: str, words: str) -> None:
@@ -265,7 +323,7 @@ def test_kernels_in_which_lanes_part(place: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == 24
+    assert len(found) == 28
     for one in found:
         assert (one["faults"] == []) == one["agreed"], one
         assert all(one["kernel"] in fault and "diverging_kernels.py:" in fault for fault in one["faults"])

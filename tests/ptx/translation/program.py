@@ -1,4 +1,5 @@
-"""From the text of a PTX module with one kernel to its instructions, each with the lines that it comes from."""
+"""From the text of a PTX module with one kernel to its instructions, each with the lines that it comes from. Functions
+that it calls are read where it calls them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import PurePath
 
-from .operands import Operand, PtxError, Register, Symbol, parse_operand, split_operands
+from .calls import PARAMETER, Function, functions, parse_call
+from .operands import Address, Operand, PtxError, Register, Symbol, parse_operand, split_operands
 
 __all__ = ["Instruction", "Label", "Parameter", "Program", "parse"]
 
@@ -109,8 +111,8 @@ def parse(text: str) -> Program:
     """
     plain = _without_comments(text)
     entries = list(re.finditer(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{", plain))
-    if len(entries) != 1 or re.search(r"\.func\b", plain):
-        raise PtxError(f"{len(entries)} kernels, where one and no function is understood")
+    if len(entries) != 1:
+        raise PtxError(f"{len(entries)} kernels, where one is understood")
     (entry,) = entries
     # CUDA C says how many there are at most, and is launched with so many
     threads = re.search(r"\.(?:req|max)ntid\s+([\d,\s]+)", entry[3])
@@ -123,9 +125,10 @@ def parse(text: str) -> Program:
         _parameters(entry[2]),
         prod(int(one) for one in threads[1].split(",") if one.strip()),
     )
-    body = _Body(program, _files(text))
+    body = _Body(program, _files(text), plain)
     body.variables(plain[: entry.start()])
-    body.read(plain, entry.end())
+    body.read(entry.end())
+    body.close()
     return program
 
 
@@ -159,11 +162,18 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
 
 @dataclass(slots=True)
 class _Scope:
-    """What may be named between two braces, each with the name that it has in the whole program."""
+    """What may be named between two braces, each with the name that it has in the whole program.
+
+    Attributes:
+        passed: variables for what is passed to a function and comes back.
+        end: of a function's body, the label behind it; else "".
+    """
 
     suffix: str
     registers: dict[str, str]
     labels: dict[str, str]
+    passed: dict[str, str] = field(default_factory=dict)
+    end: str = ""
 
 
 _Place = tuple[int, int, int]
@@ -178,22 +188,29 @@ _SHARED = re.compile(r"\.shared (?:\.align (\d+) )?\.(\w+) ([\w$]+)(?:\[(\d*)\])
 class _Body:
     """Reads the statements of a kernel into its program."""
 
-    def __init__(self, program: Program, files: dict[int, str]) -> None:
+    def __init__(self, program: Program, files: dict[int, str], text: str) -> None:
         self.program = program
         self.files = files
+        self.text = text
+        self.functions = functions(text)
         self.scopes: list[_Scope] = []
         self.registers: dict[str, str] = {}
         self.opened = 0
         self.callers: dict[_Place, _Place | None] = {}
-        self.source = ""
+        #: lines of the source, and where the functions that are being read are called
+        self.lines: tuple[str, ...] = ()
+        self.called: tuple[str, ...] = ()
         self.dynamic, self.dynamic_step = "", SHARED_STEP
 
-    def read(self, text: str, start: int) -> None:
-        """Statements from ``start`` to the brace that ends the kernel."""
+    def read(self, start: int, passed: dict[str, str] | None = None, end: str = "") -> None:
+        """Statements from ``start`` to the brace that ends the kernel, or a function to which ``passed`` is passed and
+        that returns to the label ``end``."""
+        text, outside = self.text, len(self.scopes)
         line, place = text.count("\n", 0, start) + 1, start
         statement, first = "", line
         self._open(text, place)
-        while self.scopes:
+        self.scopes[-1].passed, self.scopes[-1].end = passed or {}, end
+        while len(self.scopes) > outside:
             token = _TOKEN.search(text, place)
             if not token:
                 raise PtxError(f"{self.program.name}: the kernel does not end")
@@ -222,7 +239,6 @@ class _Body:
                 statement += kind
             elif ".loc" in kind:
                 self._location(kind.strip())
-        self._close()
 
     def _open(self, text: str, place: int) -> None:
         """A scope. Its labels are known from its beginning, its registers from where they are declared."""
@@ -238,7 +254,7 @@ class _Body:
         self.registers = dict(self.registers)
         self.scopes.append(_Scope(suffix, self.registers, labels))
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """The whole kernel is read: labels of the debugger go, and the dynamic part of shared memory comes last."""
         program = self.program
         targets = {
@@ -265,8 +281,13 @@ class _Body:
             seen.add(place)
             chain[f"{self.files.get(place[0], place[0])}:{place[1]}"] = None
             place = self.callers.get(place)
-        first, *others = chain
-        self.source = first + (f" ({', '.join(others)})" if others else "")
+        self.lines = (*chain, *self.called)
+
+    @property
+    def source(self) -> str:
+        """Where the next instruction comes from, as :class:`Instruction` has it."""
+        first, *others = self.lines or ("",)
+        return first + (f" ({', '.join(others)})" if others else "")
 
     def variables(self, text: str) -> None:
         """What stands before the kernel."""
@@ -293,6 +314,11 @@ class _Body:
             self._declare(text, line)
         elif text.startswith(".shared"):
             self._shared(text, False, f"PTX line {line}")
+        elif text.startswith(".param"):
+            found = PARAMETER.fullmatch(text)
+            if not found:
+                raise PtxError(f"PTX line {line}: {text!r} declares nothing known")
+            self.scopes[-1].passed[found[1]] = found[1] + self.scopes[-1].suffix
         elif text.startswith(".pragma"):
             pass  # advice for the assembler
         elif text:
@@ -317,10 +343,19 @@ class _Body:
             negated, guard, opcode, modifiers, rest = found.groups()
             if guard and guard not in self.registers:
                 raise PtxError(f"predicate {guard!r} is not declared")
-            operands = [parse_operand(one, self.registers) for one in split_operands(rest or "")]
+            called = self._called(rest or "", guard) if opcode == "call" else None
+            operands = [] if called else [parse_operand(one, self.registers) for one in split_operands(rest or "")]
+            if opcode in ("ld", "st") and modifiers.startswith(".param"):
+                opcode, modifiers, operands = self._pass(opcode, modifiers, operands)
         except PtxError as error:
             raise PtxError(f"PTX line {line}: {text}: {error}; from {self.source or 'no known source line'}") from None
-        if opcode == "bra":
+        if called:
+            self._read_called(*called)
+            return
+        end = next((scope.end for scope in reversed(self.scopes) if scope.end), "")
+        if opcode == "ret" and end:
+            opcode, modifiers, operands = "bra", ".uni" * (not guard), [Symbol(end)]
+        elif opcode == "bra":
             operands = [Symbol(self._label(one.name)) if isinstance(one, Symbol) else one for one in operands]
         self.program.code.append(
             Instruction(
@@ -337,3 +372,51 @@ class _Body:
     def _label(self, name: str) -> str:
         """What the label is called in the whole program."""
         return next((scope.labels[name] for scope in reversed(self.scopes) if name in scope.labels), name)
+
+    def _called(self, text: str, guard: str | None) -> tuple[Function, dict[str, str]]:
+        """The function that is called, and what its variables are called in the whole program."""
+        call = parse_call(text)
+        function = self.functions.get(call.callee)
+        if function is None or guard:
+            raise PtxError("a call of a function without a body here, or under a predicate")
+        if any(scope.end.startswith(f"{call.callee}.") for scope in self.scopes):
+            raise PtxError("a function that calls itself")
+        if len(call.arguments) != len(function.parameters) or bool(call.result) != bool(function.result):
+            raise PtxError("a call that passes other than the function takes")
+        passed = dict(zip(function.parameters, map(self._passed, call.arguments), strict=True))
+        if function.result:
+            passed[function.result] = self._passed(call.result)
+        return function, passed
+
+    def _read_called(self, function: Function, passed: dict[str, str]) -> None:
+        """The body of a function, in place of its call."""
+        end, before = f"{function.name}.{self.opened}", (self.lines, self.called, self.registers)
+        self.called, self.registers = self.lines, {}
+        self.read(function.body, passed, end)
+        self.lines, self.called, self.registers = before
+        self.program.code.append(Label(end))
+
+    def _passed(self, name: str) -> str:
+        """What a variable for something that is passed is called in the whole program; "" where there is none."""
+        return next((scope.passed[name] for scope in reversed(self.scopes) if name in scope.passed), "")
+
+    def _pass(self, opcode: str, modifiers: str, operands: list[Operand]) -> tuple[str, str, list[Operand]]:
+        """A load or store of something that is passed, as a move to or from its register; of a kernel's parameter as it
+        is."""
+        address, other = (operands[1], operands[0]) if opcode == "ld" else (operands[0], operands[1])
+        if not isinstance(address, Address) or not isinstance(address.base, Symbol):
+            raise PtxError("an address of a parameter that is not known")
+        name = self._passed(address.base.name)
+        if not name:
+            return opcode, modifiers, operands
+        kind = modifiers.removeprefix(".param.")
+        one, bits = f"{name}+{address.offset}", WIDTHS.get(kind, 0)
+        if opcode == "st":
+            self.program.registers.setdefault(one, bits)
+        there = self.program.registers.get(one, 0)
+        if bits < there and opcode == "ld":
+            # the lower half
+            return "cvt", f".u{bits}.u{there}", [other, Register(one)]
+        if not bits or there != bits:
+            raise PtxError(f"{kind} of something that is passed as {there} bits here")
+        return "mov", f".{kind}", [other, Register(one)] if opcode == "ld" else [Register(one), other]
