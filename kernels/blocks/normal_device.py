@@ -171,7 +171,7 @@ class NormalFormat(NamedTuple):
 
 class NormalOpening(NamedTuple):
     """Addresses and sizes with which an operation is opened, 0 for what there is not; see
-    ``triton/normal_open.Opening``."""
+    ``triton/normal_notify.Opening``."""
 
     in_rank: int
     tokens: int

@@ -20,10 +20,6 @@ __device__ __forceinline__ void store_release_sys(word* at, word value) {
     asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_release_gpu(word* at, word value) {
-    asm volatile("st.release.gpu.global.b64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
-}
-
 __device__ __forceinline__ word load_acquire_sys(const word* at) {
     word value;
     asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");

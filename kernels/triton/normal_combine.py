@@ -19,7 +19,6 @@ import triton.language as tl
 
 from ...protocol.message import DTYPE_F32
 from .blocks import (
-    N_ARRIVED,
     N_FIRST,
     N_IN_RING,
     N_IN_ROWS,
@@ -30,7 +29,6 @@ from .blocks import (
     N_OUT_ROWS,
     N_SEND_ROWS,
     N_SENT,
-    N_TAKEN,
 )
 from .context import has_failed_now
 from .kernel import kernel
@@ -191,13 +189,13 @@ def _sum_values(
     index: tl.tensor,
     inside: tl.tensor,
     column: tl.tensor,
-    wanted: tl.tensor,
     shape: SumShape,
     RAIL: tl.constexpr,
     NODES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """(Sums [rows, values] of the rows ``index`` of this turn, how many rows those were.)"""
+    wanted = inside[:, None] & (column < shape.HIDDEN)
     total = tl.zeros(wanted.shape, tl.float32)
     found = tl.zeros(index.shape, tl.int32)
     for begin in range(0, pipes, shape.TOGETHER):
@@ -251,9 +249,7 @@ def _sum_own(
     pipes = pipes_of_tokens(one, NODES)
     marks = Marks(tensors.in_rank + token * one.ranks, one.ranks, tensors.tokens)
     none = tl.full((), 0, tl.int64)
-    rows = plan_rows(
-        one, marks, none, pipes, tl.minimum(end - token, STEP), False, False, NODES, N_TAKEN, N_ARRIVED, N_NEXT_TAKEN
-    )
+    rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), False, False, NODES)
     row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
     for begin in range(0, rows, shape.ROWS):
         index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
@@ -262,7 +258,7 @@ def _sum_own(
         for start in range(0, shape.HIDDEN, shape.BLOCK):
             column = start + tl.arange(0, shape.BLOCK)[None, :]
             wanted = inside[:, None] & (column < shape.HIDDEN)
-            total, found = _sum_values(one, none, pipes, index, inside, column, wanted, shape, False, NODES, BACKEND)
+            total, found = _sum_values(one, none, pipes, index, inside, column, shape, False, NODES, BACKEND)
             if shape.BIASES > 0:
                 part = load_floats(tensors.bias_0 + each * row_bytes, column, wanted, shape.DTYPE)
                 total = tl.where((found > 0)[:, None], total + part, part)
@@ -288,7 +284,7 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape, B
         row = get(one, N_FIRST, rail) + sent
         # rule: rows whose marks were not kept are not summed
         marks = Marks(tensors.marks + row * nbytes, nbytes, tensors.kept - row)
-        rows = plan_rows(one, marks, first, one.size, rows, False, True, True, N_TAKEN, N_ARRIVED, N_NEXT_TAKEN)
+        rows = plan_rows(one, marks, first, one.size, rows, False, True, True)
         row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
         ring, held = get(one, N_OUT_RING, rail), get(one, N_OUT_ROWS, rail)
         for begin in range(0, rows, shape.ROWS):
@@ -298,7 +294,7 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape, B
             for start in range(0, shape.HIDDEN, shape.BLOCK):
                 column = start + tl.arange(0, shape.BLOCK)[None, :]
                 wanted = inside[:, None] & (column < shape.HIDDEN)
-                total, _ = _sum_values(one, first, one.size, index, inside, column, wanted, shape, True, True, BACKEND)
+                total, _ = _sum_values(one, first, one.size, index, inside, column, shape, True, True, BACKEND)
                 store_floats(target, column, total, wanted, shape.DTYPE, BACKEND)
             if shape.TOPK > 0:
                 slot = tl.arange(0, shape.SLOTS)[None, :]
@@ -410,8 +406,8 @@ def combine_rows(
     BACKEND: tl.constexpr,
 ) -> None:
     """Combine; grid (channels,). Compile without fused multiply-add. Addresses and sizes are those of
-    :class:`.normal_open.Opening` and :class:`Tensors`. A token without rows is zero, and where the rows were not
-    exchanged every token is."""
+    :class:`.normal_notify.Opening` and :class:`Tensors`, as many arguments as in a dispatch. A token without rows is
+    zero, and where the rows were not exchanged every token is."""
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     tokens, meta_bytes, row_bytes = tokens.to(tl.int64), meta_bytes.to(tl.int64), row_bytes.to(tl.int64)
     program = channel_number(state, STARTS_IN_ORDER)

@@ -17,12 +17,9 @@ from .blocks import (
     N_FIRST,
     N_IN_RING,
     N_IN_ROWS,
-    N_LIMIT,
-    N_NEXT_SENT,
     N_NEXT_TAKEN,
     N_OUT_RING,
     N_OUT_ROWS,
-    N_SENT,
     N_TAKEN,
     N_WRONG,
 )
@@ -147,9 +144,7 @@ def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NOD
     pipes = pipes_of_tokens(one, NODES)
     marks = Marks(tensors.in_rank + token * one.ranks, one.ranks, tensors.tokens)
     none = tl.full((), 0, tl.int64)
-    rows = plan_rows(
-        one, marks, none, pipes, tl.minimum(end - token, STEP), True, False, NODES, N_SENT, N_LIMIT, N_NEXT_SENT
-    )
+    rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), True, False, NODES)
     words: tl.constexpr = shape.WORDS
     block: tl.constexpr = shape.BLOCK
     used: tl.constexpr = 2 * shape.TOPK + shape.SCALE_WORDS
@@ -217,7 +212,7 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
         settle_plan()
         marks = Marks(turn_marks(one), stride, tl.full((), STEP, tl.int64))
         first = node * one.size
-        rows = plan_rows(one, marks, first, one.size, rows, True, True, True, N_SENT, N_LIMIT, N_NEXT_SENT)
+        rows = plan_rows(one, marks, first, one.size, rows, True, True, True)
         if tensors.marks != 0:
             row = get(one, N_FIRST, rail) + taken + every
             there = (every < rows) & (row < tensors.kept)
@@ -369,7 +364,7 @@ def dispatch_rows(
     BACKEND: tl.constexpr,
 ) -> None:
     """Dispatch; grid (channels,). Addresses and sizes are those of :class:`.normal_notify.Opening` and
-    :class:`Tensors`.
+    :class:`Tensors`: so many arguments, because of a block of them in memory each program would wait to begin.
 
     Args:
         is_open: 0 = open and move, 1 = move what :func:`.normal_open.open_rows` has opened.

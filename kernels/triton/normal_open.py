@@ -421,7 +421,8 @@ def open_rows(
     PIPES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> None:
-    """Open an operation whose rows a later launch moves; grid (1,). Addresses and sizes are those of
+    """Open an operation whose rows a later launch moves; grid (1,). As many arguments as a launch that opens and moves
+    takes before those that say what. Addresses and sizes are those of
     :class:`.normal_notify.Opening`. Where the ranks part nothing is left to do, and the operation is over."""
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     row_bytes, meta_bytes = row_bytes.to(tl.int64), meta_bytes.to(tl.int64)

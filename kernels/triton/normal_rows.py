@@ -11,7 +11,16 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .blocks import N_RECV_ROWS, N_SEND_ROWS
+from .blocks import (
+    N_ARRIVED,
+    N_LIMIT,
+    N_NEXT_SENT,
+    N_NEXT_TAKEN,
+    N_RECV_ROWS,
+    N_SEND_ROWS,
+    N_SENT,
+    N_TAKEN,
+)
 from .normal_pipes import (
     STEP,
     Channel,
@@ -116,20 +125,20 @@ def plan_rows(
     SENDING: tl.constexpr,
     BITS: tl.constexpr,
     NODES: tl.constexpr,
-    BASE: tl.constexpr,
-    BOUND: tl.constexpr,
-    NEXT: tl.constexpr,
 ) -> tl.tensor:
     """Of the next ``rows`` rows, at most STEP: how many can be moved, which are the first ones. Where they stand in
     each pipe is in :func:`.normal_pipes.places_of`, behind a barrier.
 
     Args:
         first, pipes: pipes ``first`` .. ``first + pipes - 1`` where marks are BITS, else those of :func:`nth_pipe`.
-        BASE, BOUND: tables: rows that have passed a pipe, and that may. NEXT: the one that takes how many will have.
         SENDING: rows are put into pipes, else taken out.
     """
     index = tl.arange(0, STEP).to(tl.int64)
+    # tables: rows of an operation, those that have passed a pipe, that may, and that will have after this turn
     table: tl.constexpr = N_SEND_ROWS if SENDING else N_RECV_ROWS
+    before: tl.constexpr = N_SENT if SENDING else N_TAKEN
+    bound: tl.constexpr = N_LIMIT if SENDING else N_ARRIVED
+    after: tl.constexpr = N_NEXT_SENT if SENDING else N_NEXT_TAKEN
     for step in range(pipes):
         pipe = first + step
         if not BITS:
@@ -137,7 +146,7 @@ def plan_rows(
         # nobody waits for a rank that is masked
         limit = tl.where(get(one, table, pipe) > 0, rows, 0)
         passing = tl.cumsum(_marked(one, marks, pipe, index, index < limit, BITS, NODES), axis=0)
-        room = get(one, BOUND, pipe) - get(one, BASE, pipe)
+        room = get(one, bound, pipe) - get(one, before, pipe)
         fitting = tl.sum(((index < limit) & (passing <= room)).to(tl.int32), axis=0)
         rows = tl.where(limit > 0, tl.minimum(rows, fitting), rows)
     for step in range(pipes):
@@ -147,10 +156,10 @@ def plan_rows(
         limit = tl.where(get(one, table, pipe) > 0, rows, 0)
         mark = _marked(one, marks, pipe, index, index < limit, BITS, NODES)
         passing = tl.cumsum(mark, axis=0)
-        base = get(one, BASE, pipe)
+        base = get(one, before, pipe)
         place = tl.where(mark != 0, base.to(tl.int32) + passing - 1, -1)
         tl.store(int32s(places_of(one, pipe) + 4 * index), place)
-        poke(entry(one, NEXT, pipe), base + tl.sum(mark, axis=0))
+        poke(entry(one, after, pipe), base + tl.sum(mark, axis=0))
     settle_plan()
     return rows
 

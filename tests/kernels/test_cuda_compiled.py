@@ -43,9 +43,8 @@ extern "C" __global__ void __launch_bounds__(32) everything(word* at) {
     commit();
     wait_read<1>();
     wait_stores<0>();
-    store_release_gpu(at + 1, add_gpu(at + 20, 2) + exchange_gpu(at + 21, 3) + clock_ns());
     const word next = reinterpret_cast<word>(at + 22);
-    poke(next, peek(next + 8) + *global<word>(next + 16));
+    poke(next, peek(next + 8) + *global<word>(next + 16) + add_gpu(at + 20, 2) + exchange_gpu(at + 21, 3) + clock_ns());
     store_release_sys(at, 1);
 }
 """

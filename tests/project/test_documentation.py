@@ -214,9 +214,7 @@ def _called(decorator: ast.expr) -> str:
 
 
 def test_functions_with_many_arguments_say_why() -> None:
-    """Triton's kernels of normal mode are left alone: another design replaces them."""
-    paths = [path for path in python_sources() if "triton/normal" not in str(path)]
-    assert [f"{path}: {name}" for path in paths for name in unexplained(ast.parse(path.read_text()))] == []
+    assert [f"{path}: {name}" for path in python_sources() for name in unexplained(ast.parse(path.read_text()))] == []
 
 
 def test_many_arguments_without_a_word_are_noticed() -> None:
