@@ -158,21 +158,6 @@ def _give(one: Channel, tensors: Tensors, shape: RowShape) -> tl.tensor:
 
 
 @triton.jit
-def add_rows(total: tl.tensor, found: tl.tensor, part: tl.tensor, here: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Add values ``part`` [rows, columns] of the rows that are ``here`` [rows], without a branch.
-
-    Returns:
-        ``total`` [rows, columns] and ``found`` [rows], how many rows were added, with them.
-    """
-    # rule: a node sums in float32 and rounds once
-    added = total + part
-    # the first row is taken as it is: adding it to zero would lose the sign of a zero
-    # rule: a sum of one row is that row
-    total = tl.where(here[:, None], tl.where((found > 0)[:, None], added, part), total)
-    return total, found + here.to(tl.int32)
-
-
-@triton.jit
 def _nth(one: Channel, first: tl.tensor, index: tl.tensor, RAIL: tl.constexpr, NODES: tl.constexpr) -> tl.tensor:
     """Pipes that a sum takes rows from."""
     if RAIL:
@@ -194,9 +179,11 @@ def _sum_values(
     NODES: tl.constexpr,
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
-    """(Sums [rows, values] of the rows ``index`` of this turn, how many rows those were.)"""
+    """(Sums [rows, values] of the rows ``index`` of this turn, -0 where there are none; how many rows those were.)"""
     wanted = inside[:, None] & (column < shape.HIDDEN)
-    total = tl.zeros(wanted.shape, tl.float32)
+    # a zero that changes nothing: adding a row to 0 would lose the sign of a zero
+    # rule: a sum of one row is that row
+    total = tl.full(wanted.shape, -0.0, tl.float32)
     found = tl.zeros(index.shape, tl.int32)
     for begin in range(0, pipes, shape.TOGETHER):
         sources, there = (), ()
@@ -209,9 +196,11 @@ def _sum_values(
             )
             sources += (source,)  # type: ignore[assignment]
             there += (here,)  # type: ignore[assignment]
-        parts = load_together(sources, there, column, wanted, shape.DTYPE, shape.TOGETHER, BACKEND)
+        parts = load_together(sources, there, column, wanted, shape.DTYPE, shape.TOGETHER, BACKEND, True)
         for step in tl.static_range(shape.TOGETHER):
-            total, found = add_rows(total, found, parts[step], there[step])
+            # rule: a node sums in float32 and rounds once
+            total = total + parts[step]
+            found += there[step].to(tl.int32)
     return total, found
 
 
@@ -260,8 +249,9 @@ def _sum_own(
             wanted = inside[:, None] & (column < shape.HIDDEN)
             total, found = _sum_values(one, none, pipes, index, inside, column, shape, False, NODES, BACKEND)
             if shape.BIASES > 0:
-                part = load_floats(tensors.bias_0 + each * row_bytes, column, wanted, shape.DTYPE)
-                total = tl.where((found > 0)[:, None], total + part, part)
+                total += load_floats(tensors.bias_0 + each * row_bytes, column, wanted, shape.DTYPE)
+            else:
+                total = tl.where((found > 0)[:, None], total, 0.0)
             if shape.BIASES > 1:
                 total += load_floats(tensors.bias_1 + each * row_bytes, column, wanted, shape.DTYPE)
             store_floats(tensors.out + each * row_bytes, column, total, wanted, shape.DTYPE, BACKEND)
@@ -294,7 +284,8 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape, B
             for start in range(0, shape.HIDDEN, shape.BLOCK):
                 column = start + tl.arange(0, shape.BLOCK)[None, :]
                 wanted = inside[:, None] & (column < shape.HIDDEN)
-                total, _ = _sum_values(one, first, one.size, index, inside, column, shape, True, True, BACKEND)
+                total, found = _sum_values(one, first, one.size, index, inside, column, shape, True, True, BACKEND)
+                total = tl.where((found > 0)[:, None], total, 0.0)
                 store_floats(target, column, total, wanted, shape.DTYPE, BACKEND)
             if shape.TOPK > 0:
                 slot = tl.arange(0, shape.SLOTS)[None, :]

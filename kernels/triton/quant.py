@@ -64,24 +64,28 @@ def round_bf16(x: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def load_floats(addresses: tl.tensor, index: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """Values [rows, columns] of DTYPE_BF16, DTYPE_F16 or DTYPE_F32 as float32, 0 where not ``mask``.
+def load_floats(
+    addresses: tl.tensor, index: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr, NEGATIVE: tl.constexpr = False
+) -> tl.tensor:
+    """Values [rows, columns] of DTYPE_BF16, DTYPE_F16 or DTYPE_F32 as float32; where not ``mask`` 0, or -0 if
+    ``NEGATIVE``, which changes no number that it is added to.
 
     ``addresses`` [rows] are multiples of 16, ``index`` [1, columns] counts values: only steps of a pointer tell the
     compiler that accesses are contiguous.
     """
+    zero: tl.constexpr = -0x8000 if NEGATIVE else 0
     if DTYPE == _BF16:
         # widening is exact, and done on bits it is right everywhere
-        bits = tl.load(aligned(addresses, tl.int16)[:, None] + index, mask=mask, other=0)
+        bits = tl.load(aligned(addresses, tl.int16)[:, None] + index, mask=mask, other=zero)
         return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif DTYPE == _F16:
         return (
-            tl.load(aligned(addresses, tl.int16)[:, None] + index, mask=mask, other=0)
+            tl.load(aligned(addresses, tl.int16)[:, None] + index, mask=mask, other=zero)
             .to(tl.float16, bitcast=True)
             .to(tl.float32)
         )
     else:
-        return tl.load(aligned(addresses, tl.float32)[:, None] + index, mask=mask, other=0.0)
+        return tl.load(aligned(addresses, tl.float32)[:, None] + index, mask=mask, other=-0.0 if NEGATIVE else 0.0)
 
 
 @triton.jit
@@ -103,6 +107,7 @@ def load_together(
     DTYPE: tl.constexpr,
     TOGETHER: tl.constexpr,
     BACKEND: tl.constexpr,
+    NEGATIVE: tl.constexpr = False,
 ) -> tuple[tl.tensor, ...]:
     """:func:`load_floats` of TOGETHER rows, of ``there`` [rows] alone, all loaded before the first is waited for.
 
@@ -115,7 +120,7 @@ def load_together(
         wanted += (_waited_for(there[step].to(tl.int64), BACKEND) != 0,)  # type: ignore[assignment]
     tl.debug_barrier()
     for step in tl.static_range(TOGETHER):
-        part = load_floats(known[step], index, wanted[step][:, None] & mask, DTYPE)
+        part = load_floats(known[step], index, wanted[step][:, None] & mask, DTYPE, NEGATIVE)
         parts += (part,)  # type: ignore[assignment]
     tl.debug_barrier()
     return parts

@@ -14,11 +14,11 @@ NODE_MUTANTS = Rules(
             _NODES + "test_a_node_sums_in_float32_and_rounds_once",
         ),
         "a node sums in float32 and rounds once": Mutant(
-            INSTEAD("(total + part).to(tl.bfloat16).to(tl.float32)"),
+            INSTEAD("(total + parts[step]).to(tl.bfloat16).to(tl.float32)"),
             _NODES + "test_a_node_sums_in_float32_and_rounds_once",
         ),
         "a sum of one row is that row": Mutant(
-            INSTEAD("tl.where(here[:, None], added, total)"),
+            INSTEAD("tl.zeros(wanted.shape, tl.float32)"),
             _NODES + "test_a_node_sums_in_float32_and_rounds_once",
         ),
         "rows whose marks were not kept are not summed": Mutant(
