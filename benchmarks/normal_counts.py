@@ -1,10 +1,11 @@
 """What normal mode's kernels are for a GPU, and what they execute on the model machine.
 
-    python benchmarks/normal_counts.py [--json FILE] [--before COMMIT] [--ranks 8 --ranks 16] [--tokens 64]
+    python benchmarks/normal_counts.py [--json FILE] [--before COMMIT] [--ranks 8 --ranks 16] [--tokens 512]
 
 Compiled for sm_90, cold, one after another: what an engine needs for dispatches in FP8, from a handle in BF16, and
 combines in BF16, of DeepSeek-V3, in a node and between nodes. Executed: one dispatch with a promise and its combine in
 BF16, of ranks that map each other's windows, by Triton's kernels and by bulk copies; the combined tokens are checked.
+A group has so many tokens, whatever its ranks: the machine steps each thread.
 Programs run one after another and look again until all has come, so that instructions are those of work and of turns.
 ``--before``: an earlier commit beside this one, compiled only.
 """
@@ -43,13 +44,14 @@ COMPILED = {
     "bytes": "bytes of PTX",
     "registers": "registers",
     "spilled": "bytes spilled",
+    "in_flight": "KiB of rows in flight",
 }
 
 
 def compile_here() -> list[dict[str, Any]]:
     """By kernel and specialization. Of the product and its tests it uses what earlier commits have as well."""
     from tests.kernels.compiled_kernels import normal_launches
-    from tests.kernels.compiled_traps import cubin_resources
+    from tests.kernels.compiled_traps import cubin_resources, loads_at_once
     from tests.ptx.translation.program import Label, parse
     from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
 
@@ -67,6 +69,7 @@ def compile_here() -> list[dict[str, Any]]:
                     "seconds": spent,
                     "text": sum(not isinstance(line, Label) for line in parse(ptx).code),
                     "bytes": len(ptx),
+                    "in_flight": 16 * 32 * one.variant.warps * loads_at_once(ptx) / 1024,
                     **cubin_resources(built.asm["cubin"]),
                 }
             )
@@ -94,6 +97,7 @@ def copies_here() -> list[dict[str, Any]]:
                 "seconds": spent,
                 "text": text,
                 "bytes": len(binary.ptx),
+                "in_flight": code.shared / 1024,
                 **cubin_resources(binary.cubin),
             }
         )
@@ -101,7 +105,8 @@ def copies_here() -> list[dict[str, Any]]:
 
 
 def execute_here(ranks: int, tokens: int, copy: str) -> dict[str, dict[str, float]]:
-    """By kernel: launches of a rank, instructions of a warp of its longest program, and of all warps of a rank."""
+    """Of a group with ``tokens`` tokens, by kernel: launches of a rank, instructions of a warp of its longest program,
+    and of all warps of a rank."""
     import numpy as np
     import torch
 
@@ -116,7 +121,8 @@ def execute_here(ranks: int, tokens: int, copy: str) -> dict[str, dict[str, floa
     from uccl_ep_serving.config import Settings
     from uccl_ep_serving.kernels.triton.kernel import PREFIX
 
-    case = normal_cases.Case((tokens,) * ranks, HIDDEN, LOCAL_EXPERTS * ranks, TOPK, torch.bfloat16, 0.0)
+    each = max(tokens // ranks, 1)
+    case = normal_cases.Case((each,) * ranks, HIDDEN, LOCAL_EXPERTS * ranks, TOPK, torch.bfloat16, 0.0)
     found: dict[str, dict[str, float]] = {}
     counting = False
 
@@ -137,8 +143,9 @@ def execute_here(ranks: int, tokens: int, copy: str) -> dict[str, dict[str, floa
     machine = Counted(
         1, Sequential(), resident=PROGRAMS, burst=0.9, parting=0.0, patience=1 << 60, host_limit_s=SECONDS
     )
-    rows = ranks * tokens * (2 * HIDDEN + 256)
-    sizes = {"heap": 1 << 16, "rounds": 2 * rows * ranks, "chunk": 1 << 20}
+    # rings hold all rows of a peer, and each channel of it a token more
+    landing = ranks * (each + PROGRAMS) * (2 * HIDDEN + 256)
+    sizes = {"heap": 1 << 16, "rounds": 4 * landing, "chunk": 1 << 20}
     settings = Settings(timeout=TIMEOUT, window="host", programs=PROGRAMS, copy=copy)
     with trials.group_of(machine, Compiled(weak=False), ranks, "mapped", settings, sizes=sizes) as group:
 
@@ -151,8 +158,8 @@ def execute_here(ranks: int, tokens: int, copy: str) -> dict[str, dict[str, floa
                 group.synchronise()
                 runtime.group.barrier.wait(SECONDS)
                 counting = turn == 1
-                outcome = normal_cases.round_trip(normal, inputs, runtime.rank, num_worst_tokens=ranks * tokens)
-            normal_cases.check_rank(inputs, runtime.rank, outcome, worst=ranks * tokens)
+                outcome = normal_cases.round_trip(normal, inputs, runtime.rank, num_worst_tokens=ranks * each)
+            normal_cases.check_rank(inputs, runtime.rank, outcome, worst=ranks * each)
 
         group.run(body, limit_steps=1 << 60)
     return found
@@ -218,7 +225,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     of_sums = ("commit", "Triton's kernels", *list(COMPILED.values())[:3], "the slowest", "lines of Python")
     about = (
         f"Compiled for sm_90, 8 ranks, between nodes of 4, on one core. Before is {found['before'] or 'not measured'}. "
-        f"Executed: {found['tokens']} tokens of {HIDDEN} BF16 values a rank, {LOCAL_EXPERTS} experts of each, "
+        f"Executed: {found['tokens']} tokens of {HIDDEN} BF16 values in all, {LOCAL_EXPERTS} experts of a rank, "
         f"top-{TOPK}, over mapped windows, {PROGRAMS} programs; instructions of PTX of warps, 8 of a program."
     )
     return "\n\n".join(
@@ -237,7 +244,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--before", default="", help="an earlier commit")
     parser.add_argument("--ranks", type=int, action="append")
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--body", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.body:

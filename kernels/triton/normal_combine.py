@@ -44,23 +44,23 @@ from .normal_pipes import (
     entry,
     get,
     node_of,
-    places_of,
 )
 from .normal_rows import (
     Marks,
     RowShape,
     copy_rows,
     load_words,
-    nth_pipe,
+    nth_way,
     pad,
     pipes_of_tokens,
     plan_rows,
     row_address,
     store_words,
+    ways_each,
 )
 from .normal_turns import GOING, begin_turn, channel_number, end_kernel, end_turn, end_turns
 from .quant import load_floats, load_together, store_floats
-from .words import clock_ns, floats, int32s, poke
+from .words import clock_ns, floats, poke
 
 _F32 = tl.constexpr(DTYPE_F32)
 #: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
@@ -158,72 +158,34 @@ def _give(one: Channel, tensors: Tensors, shape: RowShape) -> tl.tensor:
 
 
 @triton.jit
-def _nth(one: Channel, first: tl.tensor, index: tl.tensor, RAIL: tl.constexpr, NODES: tl.constexpr) -> tl.tensor:
-    """Pipes that a sum takes rows from."""
-    if RAIL:
-        return first + index
-    else:
-        return nth_pipe(one, index, NODES)
-
-
-@triton.jit
 def _sum_values(
-    one: Channel,
-    first: tl.tensor,
-    pipes: tl.tensor,
-    index: tl.tensor,
-    inside: tl.tensor,
-    column: tl.tensor,
-    shape: SumShape,
-    RAIL: tl.constexpr,
-    NODES: tl.constexpr,
-    BACKEND: tl.constexpr,
+    one: Channel, index: tl.tensor, many: tl.tensor, column: tl.tensor, shape: SumShape, BACKEND: tl.constexpr
 ) -> tl.tensor:
-    """(Sums [rows, values] of the rows ``index`` of this turn, -0 where there are none; how many rows those were.)"""
-    wanted = inside[:, None] & (column < shape.HIDDEN)
+    """Sums [rows, values] of the rows ``index`` of this turn from ``many`` pipes each, -0 where those are none."""
     # a zero that changes nothing: adding a row to 0 would lose the sign of a zero
     # rule: a sum of one row is that row
-    total = tl.full(wanted.shape, -0.0, tl.float32)
-    found = tl.zeros(index.shape, tl.int32)
-    for begin in range(0, pipes, shape.TOGETHER):
+    total = tl.full([index.shape[0], column.shape[1]], -0.0, tl.float32)
+    for begin in range(0, tl.max(many, axis=0), shape.TOGETHER):
         sources, there = (), ()
         for step in tl.static_range(shape.TOGETHER):
-            pipe = _nth(one, first, tl.minimum(begin + step, pipes - 1), RAIL, NODES)
-            place = tl.load(int32s(places_of(one, pipe) + 4 * index), mask=inside, other=-1)
-            here = (place >= 0) & (begin + step < pipes)
-            source = row_address(
-                get(one, N_IN_RING, pipe), get(one, N_IN_ROWS, pipe), one.stride, tl.where(here, place, 0)
-            )
+            here, _, source = nth_way(one, index, many, begin + step, N_IN_RING, N_IN_ROWS)
             sources += (source,)  # type: ignore[assignment]
             there += (here,)  # type: ignore[assignment]
-        parts = load_together(sources, there, column, wanted, shape.DTYPE, shape.TOGETHER, BACKEND, True)
+        within = column < shape.HIDDEN
+        parts = load_together(sources, there, column, within, shape.DTYPE, shape.TOGETHER, BACKEND, True)
         for step in tl.static_range(shape.TOGETHER):
             # rule: a node sums in float32 and rounds once
             total = total + parts[step]
-            found += there[step].to(tl.int32)
-    return total, found
+    return total
 
 
 @triton.jit
-def _sum_weights(
-    one: Channel,
-    first: tl.tensor,
-    pipes: tl.tensor,
-    index: tl.tensor,
-    inside: tl.tensor,
-    row_bytes: tl.tensor,
-    shape: SumShape,
-    RAIL: tl.constexpr,
-    NODES: tl.constexpr,
-) -> tl.tensor:
+def _sum_weights(one: Channel, index: tl.tensor, many: tl.tensor, row_bytes: tl.tensor, shape: SumShape) -> tl.tensor:
     """Sums [rows, slots] of the weights that came with the rows."""
     slot = tl.arange(0, shape.SLOTS)[None, :]
     total = tl.zeros([index.shape[0], shape.SLOTS], tl.float32)
-    for step in range(pipes):
-        pipe = _nth(one, first, step, RAIL, NODES)
-        place = tl.load(int32s(places_of(one, pipe) + 4 * index), mask=inside, other=-1)
-        here = place >= 0
-        source = row_address(get(one, N_IN_RING, pipe), get(one, N_IN_ROWS, pipe), one.stride, tl.where(here, place, 0))
+    for nth in range(tl.max(many, axis=0)):
+        here, _, source = nth_way(one, index, many, nth, N_IN_RING, N_IN_ROWS)
         at = floats(source[:, None] + row_bytes + 4 * slot)
         total += tl.load(at, mask=here[:, None] & (slot < shape.TOPK), other=0.0)
     return total
@@ -243,21 +205,21 @@ def _sum_own(
     for begin in range(0, rows, shape.ROWS):
         index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
         inside = index < rows
-        each = token + index
+        each, many = token + index, ways_each(one, index, inside)
         for start in range(0, shape.HIDDEN, shape.BLOCK):
             column = start + tl.arange(0, shape.BLOCK)[None, :]
             wanted = inside[:, None] & (column < shape.HIDDEN)
-            total, found = _sum_values(one, none, pipes, index, inside, column, shape, False, NODES, BACKEND)
+            total = _sum_values(one, index, many, column, shape, BACKEND)
             if shape.BIASES > 0:
                 total += load_floats(tensors.bias_0 + each * row_bytes, column, wanted, shape.DTYPE)
             else:
-                total = tl.where((found > 0)[:, None], total, 0.0)
+                total = tl.where((many > 0)[:, None], total, 0.0)
             if shape.BIASES > 1:
                 total += load_floats(tensors.bias_1 + each * row_bytes, column, wanted, shape.DTYPE)
             store_floats(tensors.out + each * row_bytes, column, total, wanted, shape.DTYPE, BACKEND)
         if shape.TOPK > 0:
             slot = tl.arange(0, shape.SLOTS)[None, :]
-            total = _sum_weights(one, none, pipes, index, inside, row_bytes, shape, False, NODES)
+            total = _sum_weights(one, index, many, row_bytes, shape)
             at = floats(tensors.out_weights + 4 * (each[:, None] * shape.TOPK + slot))
             tl.store(at, total, mask=inside[:, None] & (slot < shape.TOPK))
     return rows
@@ -280,16 +242,17 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape, B
         for begin in range(0, rows, shape.ROWS):
             index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
             inside = index < rows
+            many = ways_each(one, index, inside)
             target = row_address(ring, held, one.stride, (sent + index).to(tl.int32))
             for start in range(0, shape.HIDDEN, shape.BLOCK):
                 column = start + tl.arange(0, shape.BLOCK)[None, :]
                 wanted = inside[:, None] & (column < shape.HIDDEN)
-                total, found = _sum_values(one, first, one.size, index, inside, column, shape, True, True, BACKEND)
-                total = tl.where((found > 0)[:, None], total, 0.0)
+                total = _sum_values(one, index, many, column, shape, BACKEND)
+                total = tl.where((many > 0)[:, None], total, 0.0)
                 store_floats(target, column, total, wanted, shape.DTYPE, BACKEND)
             if shape.TOPK > 0:
                 slot = tl.arange(0, shape.SLOTS)[None, :]
-                factors = _sum_weights(one, first, one.size, index, inside, row_bytes, shape, True, True)
+                factors = _sum_weights(one, index, many, row_bytes, shape)
                 at = floats(target[:, None] + row_bytes + 4 * slot)
                 tl.store(at, factors, mask=inside[:, None] & (slot < shape.TOPK))
                 pad(target + row_bytes, inside, shape.TOPK, tensors.meta)

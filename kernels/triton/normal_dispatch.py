@@ -35,7 +35,6 @@ from .normal_pipes import (
     get,
     mark_stride,
     node_of,
-    places_of,
     turn_marks,
 )
 from .normal_rows import (
@@ -43,13 +42,14 @@ from .normal_rows import (
     RowShape,
     copy_rows,
     load_words,
-    nth_pipe,
+    nth_way,
     pad,
     pipes_of_tokens,
     plan_rows,
     row_address,
     settle_plan,
     store_words,
+    ways_each,
 )
 from .normal_turns import GOING, begin_turn, channel_number, end_kernel, end_turn, end_turns
 from .words import aligned, clock_ns, int32s, int64s, poke, uint8s
@@ -109,7 +109,8 @@ def _store_meta(
     experts: tl.tensor,
     shape: RowShape,
 ) -> None:
-    """Meta of rows for a rank, or a node, with ``experts`` experts from ``first_expert`` on; ids of others are -1."""
+    """Meta of rows for ranks, or nodes, with ``experts`` experts from ``first_expert`` on, [rows, 1]; ids of others are
+    -1."""
     if shape.TOPK > 0:
         local = expert - first_expert
         local = tl.where((local >= 0) & (local < experts), local, -1)
@@ -124,7 +125,7 @@ def _store_meta(
 def _store_marks(
     one: Channel, tensors: Tensors, node: tl.tensor, token: tl.tensor, target: tl.tensor, here: tl.tensor
 ) -> tl.tensor:
-    """A bit for each rank of ``node`` that gets the token, at ``target`` [rows]; how many words those are."""
+    """A bit for each rank of ``node`` [rows] that gets the token, at ``target`` [rows]; how many words those are."""
     at = tensors.in_rank + token * one.ranks + node * one.size
     bit = tl.arange(0, 32)[None, :]
     words = (one.size + 31) // 32
@@ -152,6 +153,7 @@ def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NOD
         index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
         inside = index < rows
         each = token + index
+        many = ways_each(one, index, inside)
         expert, weight, scale = 0, 0, 0
         if shape.TOPK > 0:
             slot = tl.arange(0, shape.SLOTS)[None, :]
@@ -164,29 +166,24 @@ def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NOD
             word = first + tl.arange(0, block)[None, :]
             source = tensors.x + each * (4 * words)
             part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=inside[:, None] & (word < words), other=0)
-            for step in range(pipes):
-                # not all ranks write to the same peer first
-                pipe = nth_pipe(one, (step + one.me) % pipes, NODES)
-                place = tl.load(int32s(places_of(one, pipe) + 4 * index), mask=inside, other=-1)
-                here = place >= 0
-                if tl.max(place, axis=0) >= 0:
-                    target = row_address(get(one, N_OUT_RING, pipe), get(one, N_OUT_ROWS, pipe), one.stride, place)
-                    tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
-                    if first == 0:
-                        meta = target + 4 * words
-                        first_expert, experts = pipe * tensors.local_experts, tensors.local_experts
-                        crossing = tl.full((), 0, tl.int1)
-                        if NODES:
-                            crossing = pipe >= one.ranks
-                            node = pipe - one.ranks
-                            first_expert = tl.where(crossing, node * one.size * tensors.local_experts, first_expert)
-                            experts = tl.where(crossing, one.size * tensors.local_experts, experts)
-                        _store_meta(meta, here, expert, weight, scale, first_expert, experts, shape)
-                        written = tl.full((), used, tl.int64)
-                        if NODES:
-                            if crossing:
-                                written += _store_marks(one, tensors, node, each, meta + 4 * used, here)
-                        pad(meta, here, written, tensors.meta)
+            for nth in range(tl.max(many, axis=0)):
+                here, pipe, target = nth_way(one, index, many, nth, N_OUT_RING, N_OUT_ROWS)
+                tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
+                if first == 0:
+                    meta, near = target + 4 * words, here
+                    first_expert, experts = pipe * tensors.local_experts, tensors.local_experts
+                    if NODES:
+                        crossing = here & (pipe >= one.ranks)
+                        near = here & (pipe < one.ranks)
+                        node = tl.where(crossing, pipe - one.ranks, 0)
+                        experts = tl.where(crossing, one.size, 1) * tensors.local_experts
+                        first_expert = tl.where(crossing, node * experts, first_expert)
+                        experts = experts[:, None]
+                    _store_meta(meta, here, expert, weight, scale, first_expert[:, None], experts, shape)
+                    pad(meta, near, used, tensors.meta)
+                    if NODES:
+                        marked = _store_marks(one, tensors, node, each, meta + 4 * used, crossing)
+                        pad(meta, crossing, used + marked, tensors.meta)
     return rows
 
 
@@ -222,6 +219,7 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
         for begin in range(0, rows, shape.ROWS):
             index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
             inside = index < rows
+            many = ways_each(one, index, inside)
             source = row_address(ring, held, one.stride, (taken + index).to(tl.int32))
             meta = source + 4 * words
             expert, weight, scale = 0, 0, 0
@@ -235,18 +233,14 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
                 part = tl.load(
                     aligned(source, tl.int32)[:, None] + word, mask=inside[:, None] & (word < words), other=0
                 )
-                for step in range(one.size):
-                    pipe = first + (step + one.me) % one.size
-                    place = tl.load(int32s(places_of(one, pipe) + 4 * index), mask=inside, other=-1)
-                    here = place >= 0
-                    if tl.max(place, axis=0) >= 0:
-                        target = row_address(get(one, N_OUT_RING, pipe), get(one, N_OUT_ROWS, pipe), one.stride, place)
-                        tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
-                        if start == 0:
-                            put = target + 4 * words
-                            first_expert = pipe % one.size * tensors.local_experts
-                            _store_meta(put, here, expert, weight, scale, first_expert, tensors.local_experts, shape)
-                            pad(put, here, used, tensors.meta)
+                for nth in range(tl.max(many, axis=0)):
+                    here, pipe, target = nth_way(one, index, many, nth, N_OUT_RING, N_OUT_ROWS)
+                    tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
+                    if start == 0:
+                        put = target + 4 * words
+                        first_expert = ((pipe - first) * tensors.local_experts)[:, None]
+                        _store_meta(put, here, expert, weight, scale, first_expert, tensors.local_experts, shape)
+                        pad(put, here, used, tensors.meta)
         poke(entry(one, N_NEXT_TAKEN, rail), taken + rows)
     return rows
 

@@ -23,14 +23,17 @@ from .blocks import (
 )
 from .normal_pipes import (
     STEP,
+    WAY_PIPE,
+    WAY_SHIFT,
     Channel,
     entry,
     get,
+    get_each,
     node_of,
     peer_of,
-    places_of,
+    ways_of,
 )
-from .words import aligned, int32s, poke, uint8s
+from .words import aligned, int32s, int64s, poke, uint8s
 
 
 class RowShape(NamedTuple):
@@ -126,8 +129,9 @@ def plan_rows(
     BITS: tl.constexpr,
     NODES: tl.constexpr,
 ) -> tl.tensor:
-    """Of the next ``rows`` rows, at most STEP: how many can be moved, which are the first ones. Where they stand in
-    each pipe is in :func:`.normal_pipes.places_of`, behind a barrier.
+    """Of the next ``rows`` rows, at most STEP: how many can be moved, which are the first ones. The ways that each goes
+    are in :func:`.normal_pipes.ways_of`, behind a barrier: in the order of the ranks where rows are taken out, and
+    beginning with this rank's place where they are put in.
 
     Args:
         first, pipes: pipes ``first`` .. ``first + pipes - 1`` where marks are BITS, else those of :func:`nth_pipe`.
@@ -139,29 +143,66 @@ def plan_rows(
     before: tl.constexpr = N_SENT if SENDING else N_TAKEN
     bound: tl.constexpr = N_LIMIT if SENDING else N_ARRIVED
     after: tl.constexpr = N_NEXT_SENT if SENDING else N_NEXT_TAKEN
+    # not all ranks write to the same peer first
+    begin = one.me % pipes if SENDING else 0
     for step in range(pipes):
-        pipe = first + step
-        if not BITS:
-            pipe = nth_pipe(one, pipe, NODES)
+        pipe = _planned(one, first, pipes, step + begin, BITS, NODES)
         # nobody waits for a rank that is masked
         limit = tl.where(get(one, table, pipe) > 0, rows, 0)
         passing = tl.cumsum(_marked(one, marks, pipe, index, index < limit, BITS, NODES), axis=0)
         room = get(one, bound, pipe) - get(one, before, pipe)
         fitting = tl.sum(((index < limit) & (passing <= room)).to(tl.int32), axis=0)
         rows = tl.where(limit > 0, tl.minimum(rows, fitting), rows)
+    ways, at = tl.zeros([STEP], tl.int64), ways_of(one, index)
     for step in range(pipes):
-        pipe = first + step
-        if not BITS:
-            pipe = nth_pipe(one, pipe, NODES)
+        pipe = _planned(one, first, pipes, step + begin, BITS, NODES)
         limit = tl.where(get(one, table, pipe) > 0, rows, 0)
         mark = _marked(one, marks, pipe, index, index < limit, BITS, NODES)
         passing = tl.cumsum(mark, axis=0)
         base = get(one, before, pipe)
-        place = tl.where(mark != 0, base.to(tl.int32) + passing - 1, -1)
-        tl.store(int32s(places_of(one, pipe) + 4 * index), place)
+        place = base + passing - 1
+        tl.store(int64s(at + 8 + 8 * ways), place << WAY_SHIFT | pipe, mask=mark != 0)
+        ways += mark
         poke(entry(one, after, pipe), base + tl.sum(mark, axis=0))
+    tl.store(int64s(at), ways)
     settle_plan()
     return rows
+
+
+@triton.jit
+def _planned(
+    one: Channel,
+    first: tl.tensor,
+    pipes: tl.tensor,
+    index: tl.tensor,
+    BITS: tl.constexpr,
+    NODES: tl.constexpr,
+) -> tl.tensor:
+    """Of the ``pipes`` of a plan the one with number ``index``, behind the last the first."""
+    index = tl.where(index >= pipes, index - pipes, index)
+    if BITS:
+        return first + index
+    else:
+        return nth_pipe(one, index, NODES)
+
+
+@triton.jit
+def ways_each(one: Channel, row: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """How many pipes each ``row`` [rows] of the plan passes."""
+    return tl.load(int64s(ways_of(one, row)), mask=inside, other=0)
+
+
+@triton.jit
+def nth_way(
+    one: Channel, row: tl.tensor, many: tl.tensor, nth: tl.tensor, ring: tl.constexpr, rows: tl.constexpr
+) -> tl.tensor:
+    """The ``nth`` pipe of each ``row`` [rows], of ``many``, from 0; tensors like ``row``: of which there is one, its
+    number, and the address of the row there. ``ring``, ``rows``: the tables of rings."""
+    here = nth < many
+    way = tl.load(int64s(ways_of(one, row) + 8 + 8 * nth), mask=here, other=0)
+    pipe = way & WAY_PIPE
+    held = tl.where(here, get_each(one, rows, pipe, here), 1)
+    return here, pipe, row_address(get_each(one, ring, pipe, here), held, one.stride, (way >> WAY_SHIFT).to(tl.int32))
 
 
 @triton.jit
@@ -172,7 +213,8 @@ def settle_plan() -> None:
 
 @triton.jit
 def row_address(ring: tl.tensor, rows: tl.tensor, stride: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """Addresses of the rows at ``place`` [rows], int32, of a pipe, in its ring of ``rows`` rows."""
+    """Addresses of the rows at ``place`` [rows], int32, of a pipe, in its ring of ``rows`` rows; of one each, or of the
+    same."""
     return ring + (place % rows.to(tl.int32)).to(tl.int64) * stride
 
 

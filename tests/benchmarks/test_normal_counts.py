@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def test_bulk_copies_of_a_group() -> None:
-    found = normal_counts.execute_here(2, 4, "tma")
+    found = normal_counts.execute_here(2, 8, "tma")
     assert {"copy_dispatch", "copy_combine", "open_rows"} <= set(found)
     for name in ("copy_dispatch", "copy_combine"):
         assert found[name]["launches"] == 1
@@ -25,20 +25,28 @@ def test_bulk_copies_of_a_group() -> None:
 
 
 def test_the_table_says_what_was_compiled_and_executed() -> None:
-    compiled = {"nodes": False, "seconds": 4.2, "text": 5000, "bytes": 300000, "registers": 200, "spilled": 0}
+    compiled = {
+        "nodes": False,
+        "seconds": 4.2,
+        "text": 5000,
+        "bytes": 300000,
+        "registers": 200,
+        "spilled": 0,
+        "in_flight": 64.0,
+    }
     ways = {"now": [{"kernel": name, **compiled} for name in ("dispatch_rows", "copy_dispatch")], "before": []}
     ways["before"] = [{"kernel": "advance", **compiled, "nodes": True, "seconds": 21.0}]
     executed = {"8 tma": {"copy_dispatch": {"launches": 1.0, "longest": 7781, "executed": 153997.5}}}
     found = {"before": "abc", "tokens": 16, "lines": {"now": 2700, "before": 4000}}
     table = normal_counts.markdown({**found, "compiled": ways, "executed": executed})
     assert "| now | 1 | 4 | 5,000 | 300,000 | 4.2 | 2,700 |" in table
-    assert "| before | `advance` | between nodes | 21 | 5,000 | 3e+05 | 200 | 0 |" in table
+    assert "| before | `advance` | between nodes | 21 | 5,000 | 3e+05 | 200 | 0 | 64 |" in table
     assert "| EP8, tma | `copy_dispatch` | 1 | 7,781 | 153,998 |" in table
 
 
 @pytest.mark.model
 def test_a_whole_measurement() -> None:
-    found = normal_counts.measure([2], tokens=4)
+    found = normal_counts.measure([2], tokens=8)
     kernels = {one["kernel"] for one in found["compiled"][normal_counts.NOW]}
     assert kernels >= {"dispatch_rows", "combine_rows", "open_rows", "mark_tokens", "copy_dispatch", "copy_combine"}
     table = normal_counts.markdown(found)

@@ -18,7 +18,7 @@ NODE_MUTANTS = Rules(
             _NODES + "test_a_node_sums_in_float32_and_rounds_once",
         ),
         "a sum of one row is that row": Mutant(
-            INSTEAD("tl.zeros(wanted.shape, tl.float32)"),
+            INSTEAD("tl.zeros([index.shape[0], column.shape[1]], tl.float32)"),
             _NODES + "test_a_node_sums_in_float32_and_rounds_once",
         ),
         "rows whose marks were not kept are not summed": Mutant(
