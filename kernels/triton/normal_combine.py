@@ -116,7 +116,7 @@ class SumShape(NamedTuple):
 
     Attributes:
         HIDDEN, DTYPE: of a row. BIASES: that are added. TOGETHER: pipes whose rows are loaded together.
-        TOPK, SLOTS: weights of a row. ROWS: summed together. BLOCK: values likewise.
+        TOPK, SLOTS: weights of a row. ROWS: summed together. BLOCK: values likewise. RANKS: pipes of a row at most.
     """
 
     HIDDEN: tl.constexpr
@@ -127,6 +127,7 @@ class SumShape(NamedTuple):
     SLOTS: tl.constexpr
     ROWS: tl.constexpr
     BLOCK: tl.constexpr
+    RANKS: tl.constexpr
 
 
 @triton.jit
@@ -200,7 +201,7 @@ def _sum_own(
     pipes = pipes_of_tokens(one, NODES)
     marks = Marks(tensors.in_rank + token * one.ranks, one.ranks, tensors.tokens)
     none = tl.full((), 0, tl.int64)
-    rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), False, False, NODES)
+    rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), False, False, NODES, shape.RANKS)
     row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
     for begin in range(0, rows, shape.ROWS):
         index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
@@ -236,7 +237,7 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape, B
         row = get(one, N_FIRST, rail) + sent
         # rule: rows whose marks were not kept are not summed
         marks = Marks(tensors.marks + row * nbytes, nbytes, tensors.kept - row)
-        rows = plan_rows(one, marks, first, one.size, rows, False, True, True)
+        rows = plan_rows(one, marks, first, one.size, rows, False, True, True, shape.RANKS)
         row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
         ring, held = get(one, N_OUT_RING, rail), get(one, N_OUT_ROWS, rail)
         for begin in range(0, rows, shape.ROWS):
@@ -405,12 +406,14 @@ def combine_rows(
         _exchange(
             one,
             tensors,
-            RowShape(WORDS, TOPK, SLOTS, 0, 1, ROWS, BLOCK),
-            SumShape(HIDDEN, DTYPE, BIASES, TOGETHER, TOPK, SLOTS, SUMMED_ROWS, SUMMED),
+            RowShape(WORDS, TOPK, SLOTS, 0, 1, ROWS, BLOCK, RANKS),
+            SumShape(HIDDEN, DTYPE, BIASES, TOGETHER, TOPK, SLOTS, SUMMED_ROWS, SUMMED, RANKS),
             NODES,
             PIPES,
             BACKEND,
         )
     if (opened == 0) | has_failed_now(context, BACKEND):
-        _clear(one, tensors, SumShape(HIDDEN, DTYPE, BIASES, TOGETHER, TOPK, SLOTS, SUMMED_ROWS, SUMMED), BACKEND)
+        _clear(
+            one, tensors, SumShape(HIDDEN, DTYPE, BIASES, TOGETHER, TOPK, SLOTS, SUMMED_ROWS, SUMMED, RANKS), BACKEND
+        )
     end_kernel(one, NODES, PIPES, BACKEND)

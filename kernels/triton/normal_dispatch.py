@@ -145,7 +145,7 @@ def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NOD
     pipes = pipes_of_tokens(one, NODES)
     marks = Marks(tensors.in_rank + token * one.ranks, one.ranks, tensors.tokens)
     none = tl.full((), 0, tl.int64)
-    rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), True, False, NODES)
+    rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), True, False, NODES, shape.RANKS)
     words: tl.constexpr = shape.WORDS
     block: tl.constexpr = shape.BLOCK
     used: tl.constexpr = 2 * shape.TOPK + shape.SCALE_WORDS
@@ -209,7 +209,7 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
         settle_plan()
         marks = Marks(turn_marks(one), stride, tl.full((), STEP, tl.int64))
         first = node * one.size
-        rows = plan_rows(one, marks, first, one.size, rows, True, True, True)
+        rows = plan_rows(one, marks, first, one.size, rows, True, True, True, shape.RANKS)
         if tensors.marks != 0:
             row = get(one, N_FIRST, rail) + taken + every
             there = (every < rows) & (row < tensors.kept)
@@ -410,7 +410,7 @@ def dispatch_rows(
         _exchange(
             one,
             tensors,
-            RowShape(WORDS, TOPK, SLOTS, SCALE_WORDS, SCALES, ROWS, BLOCK),
+            RowShape(WORDS, TOPK, SLOTS, SCALE_WORDS, SCALES, ROWS, BLOCK, RANKS),
             NODES,
             PIPES,
             BACKEND,

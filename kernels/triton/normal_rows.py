@@ -26,14 +26,14 @@ from .normal_pipes import (
     WAY_PIPE,
     WAY_SHIFT,
     Channel,
-    entry,
-    get,
     get_each,
     node_of,
     peer_of,
+    rest,
+    set_each,
     ways_of,
 )
-from .words import aligned, int32s, int64s, poke, uint8s
+from .words import aligned, int32s, int64s, uint8s
 
 
 class RowShape(NamedTuple):
@@ -42,7 +42,7 @@ class RowShape(NamedTuple):
     Attributes:
         WORDS: of 4 bytes in a row.
         TOPK, SCALE_WORDS: of a row; SLOTS, SCALES: rounded up to powers of two, at least 1.
-        ROWS: moved together. BLOCK: words, or values that are summed, likewise.
+        ROWS: moved together. BLOCK: words, or values that are summed, likewise. RANKS: pipes of a row at most.
     """
 
     WORDS: tl.constexpr
@@ -52,6 +52,7 @@ class RowShape(NamedTuple):
     SCALES: tl.constexpr
     ROWS: tl.constexpr
     BLOCK: tl.constexpr
+    RANKS: tl.constexpr
 
 
 class Marks(NamedTuple):
@@ -93,29 +94,28 @@ def pipes_of_tokens(one: Channel, NODES: tl.constexpr) -> tl.tensor:
 def _marked(
     one: Channel,
     marks: Marks,
-    pipe: tl.tensor,
+    pipes: tl.tensor,
     index: tl.tensor,
     inside: tl.tensor,
     BITS: tl.constexpr,
     NODES: tl.constexpr,
 ) -> tl.tensor:
-    """1 for each row ``index`` [rows] that passes ``pipe``, else 0."""
+    """1 for each row ``index`` [rows, 1] that passes each of the ``pipes`` [1, pipes], else 0."""
     inside = inside & (index < marks.known)
     at = marks.at + index * marks.stride
     if BITS:
-        place = pipe % one.size
-        mark = tl.load(uint8s(at + place // 8), mask=inside, other=0).to(tl.int32)
-        return (mark >> (place % 8).to(tl.int32)) & 1
+        place = rest(pipes, one.size)
+        mark = tl.load(uint8s(at + (place >> 3)), mask=inside, other=0).to(tl.int32)
+        return (mark >> (place & 7).to(tl.int32)) & 1
+    elif NODES:
+        rail = pipes >= one.ranks
+        first = tl.where(rail, (pipes - one.ranks) * one.size, peer_of(one, pipes, NODES))
+        mark = tl.load(uint8s(at + first), mask=inside, other=0)
+        for rank in range(1, one.size):
+            mark |= tl.load(uint8s(at + first + rank), mask=inside & rail, other=0)
+        return (mark != 0).to(tl.int32)
     else:
-        if NODES:
-            first = tl.where(pipe < one.ranks, peer_of(one, pipe, NODES), (pipe - one.ranks) * one.size)
-            last = tl.where(pipe < one.ranks, first + 1, first + one.size)
-            found = tl.zeros(index.shape, tl.int32)
-            for rank in range(first, last):
-                found |= tl.load(uint8s(at + rank), mask=inside, other=0).to(tl.int32)
-        else:
-            found = tl.load(uint8s(at + pipe), mask=inside, other=0).to(tl.int32)
-        return (found != 0).to(tl.int32)
+        return (tl.load(uint8s(at + pipes), mask=inside, other=0) != 0).to(tl.int32)
 
 
 @triton.jit
@@ -128,6 +128,7 @@ def plan_rows(
     SENDING: tl.constexpr,
     BITS: tl.constexpr,
     NODES: tl.constexpr,
+    RANKS: tl.constexpr,
 ) -> tl.tensor:
     """Of the next ``rows`` rows, at most STEP: how many can be moved, which are the first ones. The ways that each goes
     are in :func:`.normal_pipes.ways_of`, behind a barrier: in the order of the ranks where rows are taken out, and
@@ -135,55 +136,39 @@ def plan_rows(
 
     Args:
         first, pipes: pipes ``first`` .. ``first + pipes - 1`` where marks are BITS, else those of :func:`nth_pipe`.
-        SENDING: rows are put into pipes, else taken out.
+        SENDING: rows are put into pipes, else taken out. RANKS: at least ``pipes``.
     """
-    index = tl.arange(0, STEP).to(tl.int64)
     # tables: rows of an operation, those that have passed a pipe, that may, and that will have after this turn
     table: tl.constexpr = N_SEND_ROWS if SENDING else N_RECV_ROWS
     before: tl.constexpr = N_SENT if SENDING else N_TAKEN
     bound: tl.constexpr = N_LIMIT if SENDING else N_ARRIVED
     after: tl.constexpr = N_NEXT_SENT if SENDING else N_NEXT_TAKEN
-    # not all ranks write to the same peer first
-    begin = one.me % pipes if SENDING else 0
-    for step in range(pipes):
-        pipe = _planned(one, first, pipes, step + begin, BITS, NODES)
-        # nobody waits for a rank that is masked
-        limit = tl.where(get(one, table, pipe) > 0, rows, 0)
-        passing = tl.cumsum(_marked(one, marks, pipe, index, index < limit, BITS, NODES), axis=0)
-        room = get(one, bound, pipe) - get(one, before, pipe)
-        fitting = tl.sum(((index < limit) & (passing <= room)).to(tl.int32), axis=0)
-        rows = tl.where(limit > 0, tl.minimum(rows, fitting), rows)
-    ways, at = tl.zeros([STEP], tl.int64), ways_of(one, index)
-    for step in range(pipes):
-        pipe = _planned(one, first, pipes, step + begin, BITS, NODES)
-        limit = tl.where(get(one, table, pipe) > 0, rows, 0)
-        mark = _marked(one, marks, pipe, index, index < limit, BITS, NODES)
-        passing = tl.cumsum(mark, axis=0)
-        base = get(one, before, pipe)
-        place = base + passing - 1
-        tl.store(int64s(at + 8 + 8 * ways), place << WAY_SHIFT | pipe, mask=mark != 0)
-        ways += mark
-        poke(entry(one, after, pipe), base + tl.sum(mark, axis=0))
-    tl.store(int64s(at), ways)
+    index, place = tl.arange(0, STEP).to(tl.int64)[:, None], tl.arange(0, RANKS).to(tl.int64)
+    inside = place < pipes
+    if SENDING:
+        # not all ranks write to the same peer first
+        place = place + one.me % pipes
+        place = tl.where(place >= pipes, place - pipes, place)
+    if BITS:
+        pipe = first + place
+    else:
+        pipe = nth_pipe(one, place, NODES)
+    # nobody waits for a rank that is masked
+    needed = get_each(one, table, pipe, inside) > 0
+    base = get_each(one, before, pipe, inside)
+    mark = _marked(one, marks, pipe[None, :], index, (index < rows) & needed[None, :], BITS, NODES)
+    passing = tl.cumsum(mark, axis=0)
+    room = get_each(one, bound, pipe, inside) - base
+    fitting = tl.sum(((index < rows) & (passing <= room[None, :])).to(tl.int32), axis=0)
+    rows = tl.minimum(rows, tl.min(tl.where(needed, fitting, STEP), axis=0))
+    mark = tl.where(index < rows, mark, 0)
+    at = ways_of(one, index) + 8 * tl.cumsum(mark, axis=1)
+    way = (base[None, :] + passing - 1) << WAY_SHIFT | pipe[None, :]
+    tl.store(int64s(at), way, mask=mark != 0)
+    tl.store(int64s(ways_of(one, index)), tl.sum(mark, axis=1).to(tl.int64)[:, None])
+    set_each(one, after, pipe, inside, base + tl.sum(mark, axis=0))
     settle_plan()
     return rows
-
-
-@triton.jit
-def _planned(
-    one: Channel,
-    first: tl.tensor,
-    pipes: tl.tensor,
-    index: tl.tensor,
-    BITS: tl.constexpr,
-    NODES: tl.constexpr,
-) -> tl.tensor:
-    """Of the ``pipes`` of a plan the one with number ``index``, behind the last the first."""
-    index = tl.where(index >= pipes, index - pipes, index)
-    if BITS:
-        return first + index
-    else:
-        return nth_pipe(one, index, NODES)
 
 
 @triton.jit
