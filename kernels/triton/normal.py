@@ -25,8 +25,9 @@ from .words import CUDA
 #: Threads of a program, and registers of each at most on CUDA: all that there are. Where a kernel calls functions ptxas
 #: may take 128 otherwise, and spill 440 bytes (combine between nodes, Triton 3.8).
 _THREADS, _REGISTERS = 256, 255
-#: Rows that a program copies together, and words of 4 bytes of a row: 64 KiB are on their way to it.
-_ROWS, _BLOCK = 4, 4096
+#: Rows that a program copies together at least and at most, and words of 4 bytes of a row: 64 KiB are on their way to
+#: it, unless rows are short.
+_ROWS, _MOST_ROWS, _BLOCK = 4, 8, 4096
 #: Tokens that it sums together, values of a row, and ranks whose rows it asks for together: 16 KiB of BF16.
 _SUM_ROWS, _SUMMED, _TOGETHER = 2, 1024, 4
 #: Rows of a ring below which fewer channels are better: two on their way while two are read.
@@ -216,12 +217,13 @@ class TritonNormalKernels:
     def _moving(self, row_bytes: int, topk: int) -> dict[str, int]:
         """Constants of whatever copies rows; all dtypes are copied alike."""
         words = row_bytes // 4
+        block = min(_BLOCK, _power_of_two(words))
         return {
             "WORDS": words,
             "TOPK": topk,
             "SLOTS": _power_of_two(topk),
-            "ROWS": self._rows,
-            "BLOCK": min(_BLOCK, _power_of_two(words)),
+            "ROWS": self._rows if self.target.interpreted else min(_ROWS * (_BLOCK // block), _MOST_ROWS),
+            "BLOCK": block,
             **self._shared,
         }
 
