@@ -28,8 +28,8 @@ _THREADS, _REGISTERS = 256, 255
 #: Rows that a program copies together at least and at most, and words of 4 bytes of a row: 64 KiB are on their way to
 #: it, unless rows are short.
 _ROWS, _MOST_ROWS, _BLOCK = 4, 8, 4096
-#: Tokens that it sums together, values of a row, and ranks whose rows it asks for together: 16 KiB of BF16.
-_SUM_ROWS, _SUMMED, _TOGETHER = 2, 1024, 4
+#: Tokens that it sums together, bytes of a row of each, and ranks whose rows it asks for together: 64 KiB likewise.
+_SUM_ROWS, _SUMMED, _TOGETHER = 2, 8192, 4
 #: Rows of a ring below which fewer channels are better: two on their way while two are read.
 _LEAST_ROWS = 4
 #: Tokens that a program marks together; (token, rank) pairs that it holds.
@@ -284,7 +284,7 @@ class TritonNormalKernels:
             "BIASES": biases,
             "TOGETHER": min(_TOGETHER, self._ranks),
             "SUMMED_ROWS": self._rows if self.target.interpreted else _SUM_ROWS,
-            "SUMMED": min(_SUMMED, _power_of_two(hidden)),
+            "SUMMED": min(_SUMMED // element_bytes(dtype), _power_of_two(hidden)),
             **self._moving(row_bytes, topk),
         }
         return Variant(combine_rows, constants, self._warps, fused=False, registers=self._registers)

@@ -99,6 +99,8 @@ def read(text: str) -> tuple[Function, dict[str, Function]]:
     Raises:
         ValueError: there are more kernels or none, or an instruction that ends a block and is not known.
     """
+    # Triton 3.6 puts types into names of functions, which LLVM then quotes
+    text = re.sub(r'@"([^"]*)"\(', lambda name: "@" + re.sub(r"[^\w.]", "_", name.group(1)) + "(", text)
     lines = text.splitlines()
     starts = [place for place, line in enumerate(lines) if line.startswith("define ")]
     called = [place for place in starts if lines[place].startswith("define internal ")]

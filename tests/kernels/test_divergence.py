@@ -152,6 +152,10 @@ RIGHT = {
     "as many turns for all": (32, LOOP.format(SHUFFLE)),
     "turns for all, counted behind the loop": (32, LEFT + BRANCH.format(BARRIER)),
     "a function told by all": (32, calling("%n", "void", then=TOLD)),
+    "a function whose name is quoted": (
+        32,
+        calling("%n", "void", then=TOLD).replace("@called(", '@"called__(i64,)c<8>"('),
+    ),
     "what a function returns, told by all": (
         32,
         calling("%n", "i32", then="ret i32 %0", behind="%c = icmp eq i32 %r, 3" + BRANCH.format(BARRIER)),
