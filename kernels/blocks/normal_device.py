@@ -103,9 +103,9 @@ ROUTE_TABLES = next(_word)  # how many these are
 
 
 def scratch_bytes(ranks: int) -> tuple[int, int]:
-    """Bytes of a channel behind the tables: int64[STEP, 1 + ranks], how many pipes each row of a turn passes, and which
-    and where it stands there; and uint8[STEP, bytes of marks], the marks of those that are forwarded."""
-    return 8 * STEP * (1 + ranks), STEP * (-(-ranks // 128) * 16)
+    """Bytes of a channel behind the tables: int64[STEP, 1 + 2 x ranks], how many pipes each row of a turn passes, and
+    for each its address there and the pipe; and uint8[STEP, bytes of marks], the marks of those that are forwarded."""
+    return 8 * STEP * (1 + 2 * ranks), STEP * (-(-ranks // 128) * 16)
 
 
 class DeviceNormalState:

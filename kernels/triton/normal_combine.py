@@ -20,8 +20,6 @@ import triton.language as tl
 from ...protocol.message import DTYPE_F32
 from .blocks import (
     N_FIRST,
-    N_IN_RING,
-    N_IN_ROWS,
     N_LIMIT,
     N_NEXT_SENT,
     N_NEXT_TAKEN,
@@ -169,7 +167,7 @@ def _sum_values(
     for begin in range(0, tl.max(many, axis=0), shape.TOGETHER):
         sources, there = (), ()
         for step in tl.static_range(shape.TOGETHER):
-            here, _, source = nth_way(one, index, many, begin + step, N_IN_RING, N_IN_ROWS)
+            here, source = nth_way(one, index, many, begin + step)
             sources += (source,)  # type: ignore[assignment]
             there += (here,)  # type: ignore[assignment]
         within = column < shape.HIDDEN
@@ -186,7 +184,7 @@ def _sum_weights(one: Channel, index: tl.tensor, many: tl.tensor, row_bytes: tl.
     slot = tl.arange(0, shape.SLOTS)[None, :]
     total = tl.zeros([index.shape[0], shape.SLOTS], tl.float32)
     for nth in range(tl.max(many, axis=0)):
-        here, _, source = nth_way(one, index, many, nth, N_IN_RING, N_IN_ROWS)
+        here, source = nth_way(one, index, many, nth)
         at = floats(source[:, None] + row_bytes + 4 * slot)
         total += tl.load(at, mask=here[:, None] & (slot < shape.TOPK), other=0.0)
     return total

@@ -18,8 +18,6 @@ from .blocks import (
     N_IN_RING,
     N_IN_ROWS,
     N_NEXT_TAKEN,
-    N_OUT_RING,
-    N_OUT_ROWS,
     N_TAKEN,
     N_WRONG,
 )
@@ -42,6 +40,7 @@ from .normal_rows import (
     RowShape,
     copy_rows,
     load_words,
+    nth_pipe_of,
     nth_way,
     pad,
     pipes_of_tokens,
@@ -167,10 +166,10 @@ def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NOD
             source = tensors.x + each * (4 * words)
             part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=inside[:, None] & (word < words), other=0)
             for nth in range(tl.max(many, axis=0)):
-                here, pipe, target = nth_way(one, index, many, nth, N_OUT_RING, N_OUT_ROWS)
+                here, target = nth_way(one, index, many, nth)
                 tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
                 if first == 0:
-                    meta, near = target + 4 * words, here
+                    meta, near, pipe = target + 4 * words, here, nth_pipe_of(one, index, here, nth)
                     first_expert, experts = pipe * tensors.local_experts, tensors.local_experts
                     if NODES:
                         crossing = here & (pipe >= one.ranks)
@@ -234,10 +233,11 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
                     aligned(source, tl.int32)[:, None] + word, mask=inside[:, None] & (word < words), other=0
                 )
                 for nth in range(tl.max(many, axis=0)):
-                    here, pipe, target = nth_way(one, index, many, nth, N_OUT_RING, N_OUT_ROWS)
+                    here, target = nth_way(one, index, many, nth)
                     tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
                     if start == 0:
                         put = target + 4 * words
+                        pipe = nth_pipe_of(one, index, here, nth)
                         first_expert = ((pipe - first) * tensors.local_experts)[:, None]
                         _store_meta(put, here, expert, weight, scale, first_expert, tensors.local_experts, shape)
                         pad(put, here, used, tensors.meta)

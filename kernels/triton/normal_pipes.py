@@ -44,8 +44,6 @@ _WORDS, _MAX_CHANNELS = tl.constexpr(normal_device.STATE_WORDS), tl.constexpr(MA
 _TABLES = tl.constexpr(len(normal_device.TABLES))
 COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 EVERYTHING, STEP = tl.constexpr(pipe.EVERYTHING), tl.constexpr(pipe.STEP)
-#: Of a way of a row: the bits of its pipe.
-WAY_SHIFT, WAY_PIPE = tl.constexpr(16), tl.constexpr(0xFFFF)
 _SHIFT, _LINE = tl.constexpr(pipe.STAMP_SHIFT), tl.constexpr(pipe.LINE)
 
 
@@ -155,17 +153,17 @@ def get(one: Channel, table: tl.tensor, pipe: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def ways_of(one: Channel, row: tl.tensor) -> tl.tensor:
-    """Addresses of int64[1 + ranks] for each ``row`` of this turn: through how many pipes it goes, and for each of them
-    where it stands there << WAY_SHIFT | pipe."""
+    """Addresses of int64[1 + 2 x ranks] for each ``row`` of this turn: through how many pipes it goes, and for each of
+    them its address there and the pipe."""
     behind = one.state + 8 * (_WORDS + _TABLES * _MAX_CHANNELS * 2 * one.ranks)
-    return behind + 8 * (one.index * STEP + row) * (1 + one.ranks)
+    return behind + 8 * (one.index * STEP + row) * (1 + 2 * one.ranks)
 
 
 @triton.jit
 def turn_marks(one: Channel) -> tl.tensor:
     """Address of uint8[STEP, :func:`mark_stride`]: for whom the rows are that are forwarded in this turn."""
     behind = one.state + 8 * (_WORDS + _TABLES * _MAX_CHANNELS * 2 * one.ranks)
-    return behind + 8 * STEP * _MAX_CHANNELS * (1 + one.ranks) + STEP * mark_stride(one) * one.index
+    return behind + 8 * STEP * _MAX_CHANNELS * (1 + 2 * one.ranks) + STEP * mark_stride(one) * one.index
 
 
 @triton.jit

@@ -13,9 +13,13 @@ import triton.language as tl
 
 from .blocks import (
     N_ARRIVED,
+    N_IN_RING,
+    N_IN_ROWS,
     N_LIMIT,
     N_NEXT_SENT,
     N_NEXT_TAKEN,
+    N_OUT_RING,
+    N_OUT_ROWS,
     N_RECV_ROWS,
     N_SEND_ROWS,
     N_SENT,
@@ -23,8 +27,6 @@ from .blocks import (
 )
 from .normal_pipes import (
     STEP,
-    WAY_PIPE,
-    WAY_SHIFT,
     Channel,
     get_each,
     node_of,
@@ -143,6 +145,8 @@ def plan_rows(
     before: tl.constexpr = N_SENT if SENDING else N_TAKEN
     bound: tl.constexpr = N_LIMIT if SENDING else N_ARRIVED
     after: tl.constexpr = N_NEXT_SENT if SENDING else N_NEXT_TAKEN
+    rings: tl.constexpr = N_OUT_RING if SENDING else N_IN_RING
+    ring_rows: tl.constexpr = N_OUT_ROWS if SENDING else N_IN_ROWS
     index, place = tl.arange(0, STEP).to(tl.int64)[:, None], tl.arange(0, RANKS).to(tl.int64)
     inside = place < pipes
     if SENDING:
@@ -162,9 +166,11 @@ def plan_rows(
     fitting = tl.sum(((index < rows) & (passing <= room[None, :])).to(tl.int32), axis=0)
     rows = tl.minimum(rows, tl.min(tl.where(needed, fitting, STEP), axis=0))
     mark = tl.where(index < rows, mark, 0)
-    at = ways_of(one, index) + 8 * tl.cumsum(mark, axis=1)
-    way = (base[None, :] + passing - 1) << WAY_SHIFT | pipe[None, :]
-    tl.store(int64s(at), way, mask=mark != 0)
+    ring, held = get_each(one, rings, pipe, inside), tl.maximum(get_each(one, ring_rows, pipe, inside), 1)
+    row = row_address(ring[None, :], held[None, :], one.stride, (base[None, :] + passing - 1).to(tl.int32))
+    at = ways_of(one, index) + 16 * tl.cumsum(mark, axis=1)
+    tl.store(int64s(at - 8), row, mask=mark != 0)
+    tl.store(int64s(at), tl.zeros_like(row) + pipe[None, :], mask=mark != 0)
     tl.store(int64s(ways_of(one, index)), tl.sum(mark, axis=1).to(tl.int64)[:, None])
     set_each(one, after, pipe, inside, base + tl.sum(mark, axis=0))
     settle_plan()
@@ -178,16 +184,17 @@ def ways_each(one: Channel, row: tl.tensor, inside: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def nth_way(
-    one: Channel, row: tl.tensor, many: tl.tensor, nth: tl.tensor, ring: tl.constexpr, rows: tl.constexpr
-) -> tl.tensor:
-    """The ``nth`` pipe of each ``row`` [rows], of ``many``, from 0; tensors like ``row``: of which there is one, its
-    number, and the address of the row there. ``ring``, ``rows``: the tables of rings."""
+def nth_way(one: Channel, row: tl.tensor, many: tl.tensor, nth: tl.tensor) -> tl.tensor:
+    """Of each ``row`` [rows] of the plan, which passes ``many`` pipes, in the ``nth`` of them, from 0: whether there is
+    one, and the row's address; tensors like ``row``."""
     here = nth < many
-    way = tl.load(int64s(ways_of(one, row) + 8 + 8 * nth), mask=here, other=0)
-    pipe = way & WAY_PIPE
-    held = tl.where(here, get_each(one, rows, pipe, here), 1)
-    return here, pipe, row_address(get_each(one, ring, pipe, here), held, one.stride, (way >> WAY_SHIFT).to(tl.int32))
+    return here, tl.load(int64s(ways_of(one, row) + 8 + 16 * nth), mask=here, other=0)
+
+
+@triton.jit
+def nth_pipe_of(one: Channel, row: tl.tensor, here: tl.tensor, nth: tl.tensor) -> tl.tensor:
+    """The numbers of these pipes."""
+    return tl.load(int64s(ways_of(one, row) + 16 + 16 * nth), mask=here, other=0)
 
 
 @triton.jit
@@ -198,8 +205,7 @@ def settle_plan() -> None:
 
 @triton.jit
 def row_address(ring: tl.tensor, rows: tl.tensor, stride: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """Addresses of the rows at ``place`` [rows], int32, of a pipe, in its ring of ``rows`` rows; of one each, or of the
-    same."""
+    """Addresses of the rows at ``place``, int32, of pipes, in their rings of ``rows`` rows."""
     return ring + (place % rows.to(tl.int32)).to(tl.int64) * stride
 
 
