@@ -203,7 +203,8 @@ def _read_acks(
             if header != 0:
                 told, counted = acquire(header + _TAG, BACKEND), acquire(header + _NUMBER, BACKEND)
                 if (told == tag) & ((counted == number) | (place == 0)):
-                    # acquire: a newer notice may be landing on this one, and its count allows its space to be written
+                    # acquire: a newer notice may be landing on this one, by a NIC, and its count allows its space to be
+                    # written; a mapped peer stores it without an order, but not while this one may be looked at
                     dispatched = acquire(header + _CONSUMED_DISPATCH, BACKEND)
                     combined = acquire(header + _CONSUMED_COMBINE, BACKEND)
                     claim, most = take_acks(context, state, peer, dispatched, combined, BACKEND)

@@ -169,6 +169,8 @@ def plan_rows(
     ring, held = get_each(one, rings, pipe, inside), tl.maximum(get_each(one, ring_rows, pipe, inside), 1)
     row = row_address(ring[None, :], held[None, :], one.stride, (base[None, :] + passing - 1).to(tl.int32))
     at = ways_of(one, index) + 16 * tl.cumsum(mark, axis=1)
+    # all threads have read the plan before
+    settle_plan()
     tl.store(int64s(at - 8), row, mask=mark != 0)
     tl.store(int64s(at), tl.zeros_like(row) + pipe[None, :], mask=mark != 0)
     tl.store(int64s(ways_of(one, index)), tl.sum(mark, axis=1).to(tl.int64)[:, None])

@@ -18,6 +18,8 @@ from .context import wait_limit
 from .wait import FAILURE_PEER_TIMEOUT, fail
 from .words import DEVICE, acquire_each, arrive_last, clock_ns, int64s, peek, poke, settle, uniform
 
+#: No stamp, and nothing that READY holds.
+_NEVER = tl.constexpr(-(1 << 62))
 #: Kernels, as stamps tell them apart.
 DISPATCH_SEND, DISPATCH_RECV = tl.constexpr(0), tl.constexpr(1)
 COMBINE_SEND, COMBINE_RECV = tl.constexpr(2), tl.constexpr(3)
@@ -79,11 +81,12 @@ def await_ready(
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """Wait until all of the ``wanted`` peers are ready or will not be; tensors like ``peers``: of which that is known,
-    and which are.
+    and which are. None is for a program that has failed meanwhile.
 
     ``peers`` has any shape. The program waited for has a limit of its own, twice which is waited here.
     """
     lacks = _any_lacks(_ready_words(context, state, peers, wanted, BACKEND), wanted, stamp, BACKEND)
+    believed = stamp
     if lacks != 0:
         start = clock_ns(BACKEND)
         while lacks != 0:
@@ -95,11 +98,13 @@ def await_ready(
                 peer = tl.max(tl.ravel(tl.where(lacking, peers, -1).to(tl.int32)), axis=0).to(tl.int64)
                 messages = ((stamp - 1) >> 2) // 2 + 1
                 fail(context, state, FAILURE_PEER_TIMEOUT, peer, stream, messages - 1, messages, BACKEND)
+                # what is told from now on some lanes may see and others not
+                believed = tl.full((), _NEVER, tl.int64)
                 lacks = 0
     words = _ready_words(context, state, peers, wanted, BACKEND)
     # each thread has acquired for itself: now for the others
     settle(BACKEND)
-    return wanted & ((words == stamp) | (words == -stamp)), wanted & (words == stamp)
+    return wanted & ((words == stamp) | (words == -stamp)), wanted & (words == believed)
 
 
 @triton.jit

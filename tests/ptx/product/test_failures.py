@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -15,12 +16,14 @@ pytestmark = [
 ]
 trials = pytest.importorskip("tests.ptx.product.trials", reason="needs Triton")
 
+from tests.ptx.product.late_kernels import told_too_late  # noqa: E402
 from tests.ptx.product.ranks import ModelGroup  # noqa: E402
 from tests.ptx.product.test_low_latency import SHAPES, compiled  # noqa: E402
 from tests.support.fake_ranks import HOSTILE  # noqa: E402
 from tests.support.ll_cases import arguments, run_rank  # noqa: E402
 from uccl_ep_serving.config import Settings  # noqa: E402
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, ProxyDied, UcclEpError  # noqa: E402
+from uccl_ep_serving.kernels.triton.launch import Launch, Variant  # noqa: E402
 from uccl_ep_serving.protocol.context import FAILURE_PEER_LOST  # noqa: E402
 from uccl_ep_serving.proxy.transport.fake import Adversary  # noqa: E402
 
@@ -148,3 +151,21 @@ def test_the_host_ends_a_wait_soon(memory: str, path: str) -> None:
     assert ended.took > 0.1
     assert ended.at - told[0] < SOON
     assert isinstance(ended.again, PeerLost)
+
+
+@pytest.mark.parametrize("memory", trials.MEMORIES)
+def test_a_program_that_has_failed_moves_nothing(memory: str) -> None:
+    """Nor do some of its lanes, when what it waited for comes then: another program tells it late."""
+
+    def body(runtime: Any, low_latency: Any) -> list[int]:
+        if runtime.rank != 0:
+            return []
+        state, space = low_latency._session._shared
+        out = torch.full((32,), 7)
+        variant = Variant(told_too_late, {"LANES": 32, "BACKEND": 1})
+        Launch(variant, (2, 1, 1), (space.context, state.address, 1 << 40, out.data_ptr())).run()
+        runtime.group.synchronise()
+        return out.tolist()
+
+    for seed in range(4):
+        assert play(memory, "mapped", seed, body)[0] == [0] * 32
