@@ -51,21 +51,22 @@ _SENDS = ("dispatch_send", "combine_send")
 _ALL = (*_SENDS, "dispatch_recv", "combine_recv")
 _ACQUIRES = ("acquire", "scope of an acquire")
 _COUNT_OF_A_NOTICE = (
-    "the flag of a notice that was acquired covers its words; those of a later one a mapped peer stores weakly, so "
-    "that an acquire of them orders nothing, and a proxied peer is reached by commands that depend on the count"
+    "the flag of a notice or a message that was acquired covers its words; those of a later notice a mapped peer "
+    "stores weakly, so that an acquire of them orders nothing, and a proxied peer is reached by commands that depend "
+    "on the count"
 )
 #: Where counts of read messages are taken from a header or a notice.
 _COUNTS = (("dispatched = acquire(header",), ("combined = acquire(header",))
 _SLOT_OF_A_RING = (
-    "what is put into a slot depends on the tail that was read, and the proxy's tail on the slot: out of thin air "
-    "comes no value; both sides' accesses of a slot are strong, so there is no race"
+    "what is put into a slot, or said of a full ring, depends on the tail that was read, and the proxy's tail on the "
+    "slot: out of thin air comes no value; both sides' accesses of a slot are strong, so there is no race"
 )
 EQUIVALENT = (
     Equivalent(
         _ALL,
         ("acquire",),
         ("sticky_code(",),
-        "the code alone ends the wait: nothing is read that was written before it",
+        "the code alone ends the wait, or keeps a message back: nothing is read that was written before it",
     ),
     Equivalent(
         _ALL,
@@ -83,7 +84,8 @@ EQUIVALENT = (
         _ALL,
         _ACQUIRES,
         ("acquire(verdict_address(",),
-        "the verdict alone counts, and is of programs of one GPU",
+        "the verdict alone counts, and is of programs of one GPU; what those who ended before have done was acquired "
+        "by the arrival of the last",
     ),
     Equivalent(
         _ALL,
@@ -196,8 +198,8 @@ EQUIVALENT = (
         ("combine_send",),
         ("acquire",),
         ("count, _ = messages_completed(", "good = wait_messages(context, state, others"),
-        "nothing is packed over the message whose end it sees, but by the next combine, which acquires the peer's word "
-        "that this one has arrived; and this one is put once that end was seen",
+        "nothing is packed over the message whose end it sees but by a later kernel, which the end of this one comes "
+        "before; and the command of this one, a release, is put once that end was seen",
     ),
     Equivalent(
         _ALL,
@@ -244,7 +246,7 @@ EQUIVALENT = (
             (kernel,),
             ("barrier",),
             ("settle(BACKEND)", "ready = await_ready(context, state, one"),
-            "one peer alone is waited for: each thread acquires its word for itself",
+            "one peer alone is waited for: each thread acquires its word for itself, and none goes on that has not",
         )
         for kernel in ("dispatch_recv", "combine_send")
     ),
