@@ -68,9 +68,7 @@ FAULTS: dict[str, Fault] = {
         ),
         "proxied",
     ),
-    "a node's sum takes what has not come": Fault(
-        Change("normal_combine._sum_for", "N_TAKEN, N_ARRIVED, N_NEXT_TAKEN", "N_TAKEN, N_LIMIT, N_NEXT_TAKEN"),
-        "proxied",
-        nodes=True,
+    "a sum takes what has not come": Fault(
+        Change("normal_rows.plan_rows", "N_LIMIT if SENDING else N_ARRIVED", "N_LIMIT"), "proxied", nodes=True
     ),
 }
