@@ -111,7 +111,7 @@ def check_all(target: str, gpu: GPUTarget, names: frozenset[str]) -> None:
             faults.append("a program that waits has several warps, of which some may hang at a barrier")
         # those that wait spend their time waiting
         allowed = _SPILLED_BY_A_WARP if name in COPYING & WAITING else _SPILLED
-        if launch.constants.get("NODES", False) and triton.__version__ < "3.9":
+        if launch.constants.get("NODES", False) and triton.__version__.startswith(("3.6.", "3.8.")):
             allowed = _SPILLED_BETWEEN_NODES
         if found["spilled"] > allowed and name in COPYING:
             faults.append(f"{found['spilled']} bytes of registers are spilled")

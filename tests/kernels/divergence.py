@@ -24,7 +24,7 @@ from itertools import permutations
 
 from tests.kernels.flow_graph import loops, postdominators, reached
 from tests.kernels.llvm_calls import inlined
-from tests.kernels.llvm_ir import Function, Instruction, read
+from tests.kernels.llvm_ir import Function, Instruction, arguments, read
 
 __all__ = ["divergences"]
 
@@ -274,14 +274,14 @@ class _Analysis:
         if _REDUCES.search(one.callee):
             return bits & ~self._lanes
         if self._exchanged(one):
-            return self._seen(_arguments(one)[1], one.block)
+            return self._seen(arguments(one)[1], one.block)
         if "shfl.sync" in one.callee:
             return self._shuffled(one, bits)
         return bits | self._lanes if one.convergent else bits
 
     def _shuffled(self, one: Instruction, bits: int) -> int:
         """``shfl.sync(lanes, value, place, segments)``."""
-        _, _, place, segments = _arguments(one)
+        _, _, place, segments = arguments(one)
         # some forms also say which lanes had nobody to take from
         if not one.callee.endswith(("i32", "f32")):
             return bits | self._lanes
@@ -292,14 +292,14 @@ class _Analysis:
     def _exchanged(self, one: Instruction) -> int:
         """Where lanes exchange values in pairs: how the numbers of a pair differ. 0 for other operations."""
         if "shfl.sync.bfly" in one.callee and one.callee.endswith(("i32", "f32")):
-            _, _, change, segments = _arguments(one)
+            _, _, change, segments = arguments(one)
             return int(change) if change.isdigit() and segments == "31" else 0
         if "amdgcn.update.dpp" in one.callee:
-            _, _, control, rows, banks, _ = _arguments(one)
+            _, _, control, rows, banks, _ = arguments(one)
             return _DPP.get(control, 0) if (rows, banks) == ("15", "15") else 0
         if "amdgcn.ds.bpermute" in one.callee:
             # the address is four times the lane
-            place = self._defined.get(_arguments(one)[0])
+            place = self._defined.get(arguments(one)[0])
             change = re.search(r"xor i32 %\S+, (\d+)$", place.text) if place else None
             return int(change.group(1)) >> 2 if change and self._index.get(place.operands[0]) == -2 else 0
         return 0
@@ -327,7 +327,7 @@ class _Analysis:
         away = 0
         while one := self._defined.get(name):
             if change := self._exchanged(one):
-                name = _arguments(one)[1]
+                name = arguments(one)[1]
             elif swapped := self._swapped(one):
                 change, name = swapped
             else:
@@ -385,11 +385,6 @@ class _Analysis:
             border = constant + (compared.group(1) in {"gt", "le"})
             return bits & -1 << shift + (border & -border).bit_length() - 1 if border > 0 else bits
         return bits
-
-
-def _arguments(call: Instruction) -> list[str]:
-    """Names or numbers."""
-    return [part.split()[-1] for part in call.text.partition("(")[2].rpartition(")")[0].split(",")]
 
 
 def _ways(phi: Instruction) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tests.kernels.llvm_ir import NAME, Function, Instruction
+from tests.kernels.llvm_ir import NAME, Function, Instruction, arguments
 
 __all__ = ["inlined"]
 
@@ -82,8 +82,7 @@ def _result(call: Instruction, end: Instruction, block: int) -> Instruction:
 
 def _renamed(function: Function, call: Instruction) -> Function:
     """With other names of values and labels than the caller has, and what is passed for the parameters."""
-    passed = [one.split()[-1] for one in _arguments(call)]
-    known = dict(zip(function.parameters, passed, strict=True))
+    known = dict(zip(function.parameters, arguments(call), strict=True))
 
     def new(name: str) -> str:
         return known.get(name, f"%{call.line}.{name[1:]}")
@@ -101,21 +100,6 @@ def _renamed(function: Function, call: Instruction) -> Function:
         blocks=[list(map(changed, block)) for block in function.blocks],
         labels={new(f"%{name}")[1:]: place for name, place in function.labels.items()},
     )
-
-
-def _arguments(call: Instruction) -> list[str]:
-    """What stands between the parentheses, at the commas outside of others."""
-    text = call.text[call.text.index(f"@{call.callee}(") + len(call.callee) + 2 :]
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if depth < 0:
-            break
-        if letter == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [one for one in parts if one.strip()]
 
 
 def _fields(blocks: list[list[Instruction]]) -> list[list[Instruction]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["NAME", "Function", "Instruction", "read"]
+__all__ = ["NAME", "Function", "Instruction", "arguments", "read"]
 
 #: Of a value or a label.
 NAME = r"%[\w.$-]+"
@@ -196,3 +196,17 @@ def _instruction(line: str, number: int, block: int, converging: set[str], conve
         text,
         place.group(1) if place else "",
     )
+
+
+def arguments(call: Instruction) -> list[str]:
+    """Names or numbers that a call passes: the last word before each comma outside of other parentheses."""
+    parts, depth = [""], 0
+    for letter in call.text.partition(f"@{call.callee}(")[2]:
+        depth += (letter == "(") - (letter == ")")
+        if depth < 0:
+            break
+        if letter == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [one.split()[-1] for one in parts if one.strip()]

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from uccl_ep_serving.kernels.triton.context import verdict_address
 from uccl_ep_serving.kernels.triton.programs import await_ready, tell_ready
-from uccl_ep_serving.kernels.triton.words import DEVICE, acquire_each, int64s, uniform
+from uccl_ep_serving.kernels.triton.words import acquire, int64s
 
 __all__ = ["told_too_late"]
 
@@ -23,11 +23,9 @@ def told_too_late(
     lane = tl.arange(0, LANES).to(tl.int64)
     peers = tl.zeros_like(lane) + _PEER
     if tl.program_id(0) == 1:
-        failed = tl.full((), 0, tl.int32)
-        verdict = tl.zeros_like(lane) + verdict_address(context)
+        failed = tl.full((), 0, tl.int64)
         while failed == 0:
-            words = acquire_each(verdict, BACKEND, DEVICE)
-            failed = uniform(tl.min(words, axis=0).to(tl.int32), BACKEND)
+            failed = acquire(verdict_address(context), BACKEND)
         tell_ready(context, state, tl.full((), _PEER, tl.int64), stamp, stamp == stamp, BACKEND)
     else:
         _, ready = await_ready(context, state, peers, peers == _PEER, stamp, tl.full((), 8, tl.int64), BACKEND)

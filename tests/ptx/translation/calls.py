@@ -12,8 +12,10 @@ __all__ = ["Call", "Function", "functions", "parse_call"]
 
 _FUNCTION = re.compile(r"\.func\s*(?:\(([^)]*)\)\s*)?([\w$]+)\s*\(([^)]*)\)\s*([{;])")
 _CALL = re.compile(r"(?:\(([\w$]+)\), )?([\w$]+)(?:, \(([^)]*)\))?")
-#: ``.param .align 16 .b8 name[24]``.
-PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.\w+\s+([\w$]+)\s*(?:\[\d+\])?")
+#: ``.param .align 16 .b8 name[24]``, of a kernel or a function: kind, name and how many.
+PARAMETER = re.compile(
+    r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?([\w$]+)\s*(?:\[(\d+)\])?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def _names(text: str) -> tuple[str, ...]:
         found = PARAMETER.fullmatch(one.strip())
         if not found:
             raise PtxError(f"parameter {one.strip()!r}")
-        names.append(found[1])
+        names.append(found[2])
     return tuple(names)
 
 

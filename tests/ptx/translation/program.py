@@ -147,11 +147,7 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
     parameters: list[Parameter] = []
     offset = 0
     for one in filter(str.strip, text.split(",")):
-        found = re.fullmatch(
-            r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\s+(?:\.\w+\s+)?(?:\.align\s+\d+\s+)?)?([\w$]+)"
-            r"\s*(?:\[(\d+)\])?\s*",
-            one,
-        )
+        found = PARAMETER.fullmatch(one.strip())
         if not found or found[1] not in WIDTHS:
             raise PtxError(f"parameter {one.strip()!r}")
         nbytes = WIDTHS[found[1]] // 8 * int(found[3] or 1)
@@ -318,7 +314,7 @@ class _Body:
             found = PARAMETER.fullmatch(text)
             if not found:
                 raise PtxError(f"PTX line {line}: {text!r} declares nothing known")
-            self.scopes[-1].passed[found[1]] = found[1] + self.scopes[-1].suffix
+            self.scopes[-1].passed[found[2]] = found[2] + self.scopes[-1].suffix
         elif text.startswith(".pragma"):
             pass  # advice for the assembler
         elif text:
@@ -352,8 +348,7 @@ class _Body:
         if called:
             self._read_called(*called)
             return
-        end = next((scope.end for scope in reversed(self.scopes) if scope.end), "")
-        if opcode == "ret" and end:
+        if opcode == "ret" and (end := next((scope.end for scope in reversed(self.scopes) if scope.end), "")):
             opcode, modifiers, operands = "bra", ".uni" * (not guard), [Symbol(end)]
         elif opcode == "bra":
             operands = [Symbol(self._label(one.name)) if isinstance(one, Symbol) else one for one in operands]
