@@ -76,6 +76,8 @@ def keep(launch: Launch) -> tuple[Path, bool]:
     def listener(*, metadata_group: dict[str, str], cache_hit: bool, **_: Any) -> None:
         heard.append((Path(next(iter(metadata_group.values()))).parent, cache_hit))
 
+    # of what a process has in memory Triton says nothing: another launch may have compiled to the same code
+    launch.kernel.device_caches.clear()
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = listener
         launch.build()
