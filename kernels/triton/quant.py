@@ -73,19 +73,20 @@ def load_floats(
     ``addresses`` [rows] are multiples of 16, ``index`` [1, columns] counts values: only steps of a pointer tell the
     compiler that accesses are contiguous.
     """
-    zero: tl.constexpr = -0x8000 if NEGATIVE else 0
+    # Where not ``mask``, a number of the rows' own type made of its bits: Triton 3.6 and 3.8 repeat an integer of 16 bits
+    # in a register without cutting off its sign (0xFFFF8000, a NaN beside -0), and take a -0.0 for 0.
+    sign: tl.constexpr = -1 if NEGATIVE else 0
     if DTYPE == _BF16:
+        zero = tl.full((), sign * 0x8000, tl.int16).to(tl.bfloat16, bitcast=True)
+        values = tl.load(aligned(addresses, tl.bfloat16)[:, None] + index, mask=mask, other=zero)
         # widening is exact, and done on bits it is right everywhere
-        bits = tl.load(aligned(addresses, tl.int16)[:, None] + index, mask=mask, other=zero)
-        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        return (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif DTYPE == _F16:
-        return (
-            tl.load(aligned(addresses, tl.int16)[:, None] + index, mask=mask, other=zero)
-            .to(tl.float16, bitcast=True)
-            .to(tl.float32)
-        )
+        zero = tl.full((), sign * 0x8000, tl.int16).to(tl.float16, bitcast=True)
+        return tl.load(aligned(addresses, tl.float16)[:, None] + index, mask=mask, other=zero).to(tl.float32)
     else:
-        return tl.load(aligned(addresses, tl.float32)[:, None] + index, mask=mask, other=-0.0 if NEGATIVE else 0.0)
+        zero = tl.full((), sign * 0x80000000, tl.int32).to(tl.float32, bitcast=True)
+        return tl.load(aligned(addresses, tl.float32)[:, None] + index, mask=mask, other=zero)
 
 
 @triton.jit
