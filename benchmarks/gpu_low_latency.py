@@ -4,15 +4,15 @@
     benchmarks/gpu_low_latency.py [--only kernels,alone,publish,round_trip,deepep] [--json FILE]
 
 Each part prints one JSON object, with the device, the versions and the commit. ``scripts/gpu-check`` runs all of it
-beside the tests. It has not run yet: no machine of the project has had a GPU.
+beside the tests.
 
 - ``kernels``: one rank sends itself 128 and 4,096 tokens of 7,168 BF16 values as FP8: microseconds of each kernel, by
   the profiler, and the bandwidth of packing and unpacking beside a plain copy that moves as many bytes. Target: 80% of
   it at 4,096.
 - ``alone``: the same rank and 128 tokens, FP8 there and BF16 back: microseconds per replay of a graph that holds
   dispatch and combine. Target: 40 us of GPU time.
-- ``publish``: two ranks over ``shm``: from the ring's head moving (stored right before the commands) to its tail
-  following, as a host thread sees both. Target: p50 under 5 us.
+- ``publish``: two ranks over ``shm``: from a command in its slot of the ring to the tail passing it, as a host thread
+  sees both. Target: p50 under 5 us.
 - ``round_trip``: two ranks, 128 tokens, windows on the device and in host memory: microseconds per replay. Without MPS
   (``machine.mps``) kernels of two processes take turns of milliseconds on one device: these are then upper bounds for a
   rank that has a device of its own.
@@ -94,9 +94,17 @@ def check_dispatched(x: Any, ids: Any, rows: Any, count: Any, handle: Any) -> No
         assert torch.equal(scales[expert, :number], factors[token])
 
 
+def one_row_each(experts: int) -> Any:
+    """BF16 [experts, HIDDEN], random."""
+    import torch
+
+    return torch.randn(experts, HIDDEN, device="cuda").bfloat16()
+
+
 def alone(exchange: Any, tokens: int) -> tuple[Any, Any, Any]:
     """(its Buffer, the dispatch and combine of a rank that sends itself ``tokens`` tokens, combined tokens), after both
-    were checked: every expert doubles its rows."""
+    were checked: every expert doubled its rows. What it combines from then on is one row for each expert, so that no
+    result depends on the order in which rows have come."""
     import torch
 
     from tests.support import gpu_bodies, ll_cases
@@ -121,20 +129,24 @@ def alone(exchange: Any, tokens: int) -> tuple[Any, Any, Any]:
     check_dispatched(x, ids, rows, count, handle)
     for expert, number in enumerate(count.tolist()):
         y[expert, :number] = 2 * dequantise_fp8(rows[0][expert, :number], rows[1][expert, :number])
-    step()
+    buffer.low_latency_combine(y, ids, weights, handle, out=out)
     expected = 2 * x.double() * weights.double().sum(dim=1, keepdim=True)
     difference = calc_diff(out, expected)
     assert difference < 9e-4, difference
+    y.copy_(one_row_each(LOCAL_EXPERTS)[:, None])
+    step()
     return buffer, step, out
 
 
 def kernels(exchange: Any, tokens: int) -> dict[str, Any]:
     """Times of every kernel of a rank alone, with all its experts chosen evenly."""
+    from uccl_ep_serving.kernels.triton.kernel import PREFIX
     from uccl_ep_serving.protocol.message import DTYPE_FP8, row_bytes
 
     buffer, step, _ = alone(exchange, tokens)
     names = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
-    times = kernel_times(step, names)
+    found = kernel_times(step, tuple(PREFIX + name for name in names))
+    times = {name: found[PREFIX + name] for name in names}
     buffer.destroy()
     wire = row_bytes(HIDDEN, DTYPE_FP8)
     moved = {
@@ -213,7 +225,8 @@ def round_trip(exchange: Any, overrides: dict[str, Any], tokens: int) -> dict[st
     gpu_bodies.run_case(buffer, torch.device("cuda"), exchange.rank, case)
     given = case.inputs()[exchange.rank]
     x, ids, weights = given.x.cuda(), given.topk_idx.cuda(), given.topk_weights.cuda()
-    y = torch.randn(experts // exchange.size, exchange.size * tokens, HIDDEN, device="cuda").bfloat16()
+    local = experts // exchange.size
+    y = one_row_each(local)[:, None].expand(-1, exchange.size * tokens, -1).contiguous()
     out = torch.empty_like(x)
 
     def step() -> None:
@@ -232,12 +245,13 @@ def round_trip(exchange: Any, overrides: dict[str, Any], tokens: int) -> dict[st
 
 
 def publish(exchange: Any, calls: int) -> dict[str, Any]:
-    """Microseconds from a ring's head to its tail, as this rank's host sees them."""
+    """Microseconds from a dispatch's first command to the tail of its ring, as this rank's host sees them."""
     import torch
 
     from tests.support import gpu_bodies, ll_cases
     from uccl_ep_serving.bench.statistics import summary
-    from uccl_ep_serving.protocol.ring import HEAD, TAIL
+    from uccl_ep_serving.protocol.command import COMMAND_BYTES
+    from uccl_ep_serving.protocol.ring import CAPACITY, SLOTS, TAIL
 
     case = ll_cases.Case(ranks=exchange.size, experts=8 * exchange.size)
     buffer = gpu_bodies.opened(exchange, {"window": "host", "direct": False, "transport": "shm", "channels": 1})
@@ -254,20 +268,22 @@ def publish(exchange: Any, calls: int) -> dict[str, Any]:
     assert plane is not None
     assert plane.service is not None
     (ring,) = {state.ring for state in plane.service.states if state.ring}
-    head, tail = (ctypes.c_int64.from_address(ring + offset) for offset in (HEAD, TAIL))
+    tail, capacity = (ctypes.c_int64.from_address(ring + offset) for offset in (TAIL, CAPACITY))
     samples = []
     for _ in range(calls):
         torch.cuda.synchronize()
         exchange.all_gather(b"")
-        before, deadline = head.value, time.monotonic() + 10.0
+        before, deadline = tail.value, time.monotonic() + 10.0
+        slot = ctypes.c_int64.from_address(ring + SLOTS + before % capacity.value * COMMAND_BYTES)
+        empty = slot.value
         # the kernels begin when this thread looks already
         torch.cuda._sleep(_HELD_UP)
         hook = dispatch()
-        looked = head.value == before
-        while head.value == before and time.monotonic() < deadline:
+        looked = slot.value == empty
+        while slot.value == empty and time.monotonic() < deadline:
             pass
         seen = time.perf_counter_ns()
-        while tail.value < head.value and time.monotonic() < deadline:
+        while tail.value == before and time.monotonic() < deadline:
             pass
         taken = time.perf_counter_ns()
         assert time.monotonic() < deadline, "no kernel has published, or no proxy has taken, a command for 10 s"
