@@ -18,22 +18,25 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-#: Of a suite in pytest's report.
-_COUNTS = ("tests", "failures", "errors", "skipped", "time", "timestamp")
 
-
-def suite(report: Path) -> dict[str, Any]:
-    """The counts of a report of pytest, and the last words of each test that failed."""
-    found = ElementTree.parse(report).getroot().find("testsuite")
-    if found is None:
-        return {"failed": {"pytest": "no test suite in its report"}}
-    faults = {
-        case.get("name", "?"): str(fault.get("message"))[-400:]
-        for case in found
-        for fault in case
-        if fault.tag in ("failure", "error")
-    }
-    return {**{name: found.get(name) for name in _COUNTS}, "failed": faults}
+def suites(report: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, counts, and the last words of each test that failed) of every module in a report of pytest: a run of some
+    modules leaves what is known of the others."""
+    cases: dict[str, list[ElementTree.Element]] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        if module := case.get("classname", "").rpartition(".")[2]:  # a run that is interrupted leaves a case of none
+            cases.setdefault(module, []).append(case)
+    for module, found in sorted(cases.items()):
+        failed = {
+            case.get("name", "?"): str(fault.get("message"))[-400:]
+            for case in found
+            for fault in case
+            if fault.tag in ("failure", "error")
+        }
+        skipped = [case.get("name", "?") for case in found if case.find("skipped") is not None]
+        seconds = round(sum(float(case.get("time", 0)) for case in found), 1)
+        passed = len(found) - len(failed) - len(skipped)
+        yield f"tests of {module}", {"passed": passed, "failed": failed, "skipped": skipped, "seconds": seconds}
 
 
 def parts(logs: Path) -> Iterator[tuple[str, Any]]:
@@ -42,7 +45,7 @@ def parts(logs: Path) -> Iterator[tuple[str, Any]]:
         if (said := _text(logs / f"{name}.json")).strip().endswith("}"):
             yield name, json.loads(said)
     if _text(logs / "tests.xml"):
-        yield "tests", suite(logs / "tests.xml")
+        yield from suites(logs / "tests.xml")
     for name in ("memcheck", "racecheck"):
         if said := _text(logs / name).strip():
             yield name, said

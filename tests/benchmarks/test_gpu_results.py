@@ -14,10 +14,12 @@ from benchmarks import gpu_results
 ROOT = Path(__file__).parents[2]
 
 STAMP = {"commit": "abc", "when": "now"}
-REPORT = """<testsuites><testsuite tests="3" failures="1" errors="1" skipped="0" time="9.5" timestamp="t">
-<testcase name="test_good"/>
-<testcase name="test_wrong"><failure message="rank 1 raised PeerTimeout">where</failure></testcase>
-<testcase name="test_worse"><error message="no fixture">where</error></testcase>
+REPORT = """<testsuites><testsuite tests="4" failures="1" errors="1" skipped="1">
+<testcase classname="tests.gpu.test_one" name="test_good" time="2.25"/>
+<testcase classname="tests.gpu.test_one" name="test_wrong" time="1"><failure message="PeerTimeout"/></testcase>
+<testcase classname="tests.gpu.test_one" name="test_worse"><error message="no fixture">where</error></testcase>
+<testcase classname="tests.gpu.test_two" name="test_idle"><skipped message="no CuPy">where</skipped></testcase>
+<testcase time="0.1"/>
 </testsuite></testsuites>"""
 
 
@@ -42,10 +44,12 @@ def test_without_a_gpu_nothing_is_made(tmp_path: Path) -> None:
 
 def test_a_report_of_pytest_names_what_failed(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text(REPORT)
-    found = gpu_results.merged({}, tmp_path, False, STAMP)
-    assert found["tests"]["failures"] == "1"
-    assert found["tests"]["failed"] == {"test_wrong": "rank 1 raised PeerTimeout", "test_worse": "no fixture"}
-    assert found["found"] == {"tests": STAMP}
+    before = {"tests of test_three": {"passed": 1}}
+    found = gpu_results.merged(before, tmp_path, False, STAMP)
+    failed = {"test_wrong": "PeerTimeout", "test_worse": "no fixture"}
+    assert found.pop("tests of test_one") == {"passed": 1, "failed": failed, "skipped": [], "seconds": 3.2}
+    assert found.pop("tests of test_two") == {"passed": 0, "failed": {}, "skipped": ["test_idle"], "seconds": 0.0}
+    assert found == {**before, "found": {"tests of test_one": STAMP, "tests of test_two": STAMP}}
 
 
 def test_parts_that_did_not_run_keep_what_they_said_and_when(tmp_path: Path) -> None:
