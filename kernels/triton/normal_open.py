@@ -105,6 +105,7 @@ from .wait import (
 from .words import (
     acquire,
     clock_ns,
+    enter,
     int64s,
     peek,
     poke,
@@ -293,6 +294,7 @@ def open_operation(
     BACKEND: tl.constexpr,
 ) -> None:
     """Tell all peers, then wait for what all peers tell, and tell the host and the other programs."""
+    enter()
     context, state = one.context, one.state
     different, number = tl.full((), -1, tl.int32), peek(state + W_NUMBER)
     # of windows that are gone the verdict alone is left

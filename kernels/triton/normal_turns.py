@@ -34,7 +34,7 @@ from .wait import (
     end_spin,
     fail,
 )
-from .words import arrive_last, clock_ns, int64s, peek, poke, settle, uniform
+from .words import arrive_last, clock_ns, enter, int64s, peek, poke, settle, uniform
 
 #: Why a program leaves its loop: all is done; a peer claimed what it must not; one is missing; a proxy takes nothing;
 #: the host, or another program, has said so.
@@ -57,6 +57,7 @@ def channel_number(state: tl.tensor, STARTS_IN_ORDER: tl.constexpr) -> tl.tensor
 @triton.jit(noinline=True)
 def begin_turn(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
     """Look at the peers: GOING when rows may be moved."""
+    enter()
     found = tl.where(look(one, NODES, PIPES, BACKEND) != 0, CLAIMED, GOING)
     return tl.where(has_failed_now(one.context, BACKEND), OVER, found)
 
@@ -99,6 +100,7 @@ def end_turn(
 @triton.jit(noinline=True)
 def end_turns(one: Channel, found: tl.tensor, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
     """After the last turn: fail, unless all is right."""
+    enter()
     if found == LATE:
         blame(one, NODES, PIPES)
     if found == OVER:
@@ -112,6 +114,7 @@ def end_turns(one: Channel, found: tl.tensor, NODES: tl.constexpr, PIPES: tl.con
 @triton.jit(noinline=True)
 def end_kernel(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
     """Count this program as ended; the last one closes the operation."""
+    enter()
     number = peek(one.state + W_NUMBER)
     opened = peek(one.state + W_OPENED) == number + 1
     if opened & (has_failed_now(one.context, BACKEND) == 0):

@@ -241,6 +241,14 @@ def settle(BACKEND: tl.constexpr) -> None:
 
 
 @triton.jit
+def enter() -> None:
+    """Comes first in a function that is called (``noinline``): no thread reads any more what its caller exchanged in
+    shared memory, which the function writes to. Triton 3.6 and 3.8 put that barrier between accesses of one function
+    only."""
+    tl.debug_barrier()
+
+
+@triton.jit
 def arrive_last(counter: tl.tensor, many: tl.tensor, programs: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
     """True in the last of ``programs`` programs, which then sees what the others stored; it resets ``counter``. This
     one counts as ``many`` of them, at least one."""

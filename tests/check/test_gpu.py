@@ -121,7 +121,7 @@ print(json.dumps(gpu.run(("first",), 500.0, parts=parts).plain()))
 
 LOST = {
     ("low_latency", "combine_recv", 1): "kernels combine_send and combine_recv",
-    ("low_latency", "dispatch_recv", 1): "kernels dispatch_send and dispatch_recv",
+    ("low_latency", "dispatch_recv", 1): "kernel dispatch_recv",
     ("normal", "combine_rows", 2): "kernel combine_rows",
     ("normal", "dispatch_rows", 2): "kernel dispatch_rows",
 }
