@@ -101,8 +101,8 @@ def await_ready(
                 # what is told from now on some lanes may see and others not
                 believed = tl.full((), _NEVER, tl.int64)
                 lacks = 0
-    # Threads that hold the same peer have looked each for itself, and went on by what one of them saw: the others are to
-    # find it when they look again.
+    # Threads that hold the same peer have looked each for itself, and went on by what one of them saw: the others are
+    # to find it when they look again.
     settle(BACKEND)
     words = _ready_words(context, state, peers, wanted, BACKEND)
     # each thread has acquired for itself: now for the others

@@ -73,8 +73,8 @@ def load_floats(
     ``addresses`` [rows] are multiples of 16, ``index`` [1, columns] counts values: only steps of a pointer tell the
     compiler that accesses are contiguous.
     """
-    # Where not ``mask``, a number of the rows' own type made of its bits: Triton 3.6 and 3.8 repeat an integer of 16 bits
-    # in a register without cutting off its sign (0xFFFF8000, a NaN beside -0), and take a -0.0 for 0.
+    # Where not ``mask``, a number of the rows' own type made of its bits: Triton 3.6 and 3.8 repeat an integer of 16
+    # bits in a register without cutting off its sign (0xFFFF8000, a NaN beside -0), and take a -0.0 for 0.
     sign: tl.constexpr = -1 if NEGATIVE else 0
     if DTYPE == _BF16:
         zero = tl.full((), sign * 0x8000, tl.int16).to(tl.bfloat16, bitcast=True)

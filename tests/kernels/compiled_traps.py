@@ -138,9 +138,7 @@ def cuda_faults(name: str, ptx: str) -> list[str]:
         faults += _poll_faults(_loops(ptx, label, branch, end), load, clock)
     # what a masked load leaves where it loads nothing: 0xffffffffffff8000 is -1 and -32768, as two of 16 bits
     if re.search(r"mov\.\w32\s+%\w+, 0x[0-9a-f]{9,};", ptx):
-        faults.append(
-            "a negative integer of few bits is repeated in a register with its sign, as Triton 3.6 and 3.8 do"
-        )
+        faults.append("a negative integer of few bits is repeated in a register with its sign")
     if name in COPYING and not re.search(r"st\.global\.v[24]\.b32", ptx):
         faults.append("stores are not vectorised")
     if name in COPYING and not re.search(r"ld\.global\.v(?:4\.b32|2\.b64)", ptx):

@@ -179,6 +179,7 @@ CUDA_TRAPS = [
         "stores are",
     ),
     ("combine_send", "ld.global.v4.b32 {%r1, %r2, %r3, %r4}", "ld.global.b32 %r1", "loads are not vec"),
+    ("combine_send", "$L__BB0_1:", "mov.u32 %r1, 0xffffffffffff8000;\n$L__BB0_1:", "repeated in a register"),
 ]
 HIP_TRAPS = [
     ("combine_send", "buffer_wbl2 sc0 sc1\n", "", "without a write-back"),

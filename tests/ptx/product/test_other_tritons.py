@@ -1,7 +1,7 @@
-"""Kernels as the Tritons of the engines' versions of torch compile them, on the model machine: a seed of each quick shape.
+"""Kernels as the Tritons of the engines' versions of torch compile them, on the model machine: each quick shape.
 
-What another Triton compiles may be other code: 3.6 and 3.8 put NaN where a masked load of a combine loads nothing. The
-compile gate looks for the traps that are known; here a result is wrong.
+What another Triton compiles is other code: 3.6 and 3.8 put NaN where a masked load of a combine loaded nothing, and no
+barrier before a function that is called. The compile gate looks for the traps that are known; here a result is wrong.
 """
 
 from __future__ import annotations
