@@ -4,8 +4,8 @@
     benchmarks/gpu_normal.py [--only normal_alone,normal_exchange,normal_deepep] [--programs 4,8,16]
                              [--copies triton,tma] [--json FILE]
 
-Each part prints one JSON object. ``scripts/gpu-check`` runs all of it beside the tests. It has not run yet: no machine
-of the project has had a GPU. With ``--interpreter`` and a small shape it runs everywhere, and its times mean nothing.
+Each part prints one JSON object. ``scripts/gpu-check`` runs all of it beside the tests. With ``--interpreter`` and a
+small shape it runs everywhere, and its times mean nothing.
 
 - ``normal_alone``: one rank, whose rows only go to its own outputs: what the kernels copy with so many programs.
 - ``normal_exchange``: two ranks that write each other's windows in GPU memory (CUDA IPC), BF16 and FP8 with scales: a

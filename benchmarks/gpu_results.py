@@ -13,7 +13,7 @@ import datetime
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -84,6 +84,76 @@ def merged(before: dict[str, Any], logs: Path, mps: bool, stamp: dict[str, str])
     return {**before, **new, "found": {**before.get("found", {}), **dict.fromkeys(new, stamp)}}
 
 
+def _low_latency(found: Mapping[str, Any]) -> Iterator[str]:
+    """Tables of ``gpu_low_latency.py``."""
+    sizes = [one for one in found.get("kernels", ()) if "microseconds" in one]
+    if sizes:
+        cells = "".join(f" {one['tokens']} tokens: us | GB/s | of a copy |" for one in sizes)
+        yield f"| a rank alone, kernel |{cells}\n|---|" + "---:|" * (3 * len(sizes))
+        for name in sizes[0]["microseconds"]:
+            row = (
+                f" {one['microseconds'][name]:.1f} | {one['gb_per_s'][name]:.0f} | {one['share_of_copy'][name]:.0%} |"
+                for one in sizes
+            )
+            yield f"| `{name}` |" + "".join(row)
+        yield "| together |" + "".join(f" {one['microseconds_together']:.0f} | | |" for one in sizes)
+    rows = [(f"{one['tokens']} tokens, a rank alone", one["replay_us"]) for one in found.get("alone", ())]
+    for words, measured in (("", found), (", MPS", found.get("with_mps", {}))):
+        rows += [
+            (
+                f"{one['tokens']} tokens, rank {one['rank']} of {one['ranks']}, {one['window']} windows{words}",
+                one["replay_us"],
+            )
+            for one in measured.get("round_trip", ())
+            if "replay_us" in one
+        ]
+    rows += [
+        (f"from a command to its proxy, rank {one['rank']}", one["publish_to_pop_us"])
+        for one in found.get("publish", ())
+        if "publish_to_pop_us" in one
+    ]
+    if rows:
+        yield "\n| dispatch and combine, from a captured graph | us | p10 - p90 |\n|---|---:|---:|"
+        yield from (f"| {name} | {one['median']:.1f} | {one['p10']:.1f} - {one['p90']:.1f} |" for name, one in rows)
+
+
+def _normal(found: Mapping[str, Any]) -> Iterator[str]:
+    """A table of ``gpu_normal.py``, of a rank alone: two ranks on one GPU take turns on it."""
+    rows = [one for one in found.get("normal_alone", ()) if "dispatch" in one]
+    if not rows:
+        return
+    names = ("first_dispatch", "dispatch", "combine")
+    titles = "".join(f" {name.replace('_', ' ')}: us | GB/s |" for name in names)
+    yield f"\n| {rows[0]['tokens']} x {rows[0]['hidden']}, a rank alone | programs |{titles} a copy: GB/s |"
+    yield "|---|---:|" + "---:|" * (2 * len(names) + 1)
+    for one in rows:
+        cells = "".join(
+            f" {one[name]['microseconds']['median']:.0f} | {one[name]['gb_per_s']['median']:.0f} |" for name in names
+        )
+        copied = one["dispatch"]["copy_gb_per_s"]["median"]
+        yield f"| {one['format']}, {one['copy']} | {one['programs_allowed']} |{cells} {copied:.0f} |"
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """What has run, and tables of the figures."""
+    machine = found["machine"]
+    versions = f"Triton {machine['triton']}, torch {machine['versions']['torch']}, CUDA {machine['cuda']}"
+    lines = [f"{machine['device']}, {versions}.\n", "| part | found | commit |\n|---|---|---|"]
+    for name, stamp in found["found"].items():
+        one = found.get(name)
+        if name.startswith("tests of "):
+            counts = one["passed"], len(one["failed"]), len(one["skipped"])
+            said = f"{counts[0]} passed, {counts[1]} failed, {counts[2]} skipped, {one['seconds']:.0f} s"
+        elif name in ("probe", "first"):
+            said = f"{sum(part['passed'] for part in one['parts'])} of {len(one['parts'])} passed"
+        elif name in ("memcheck", "racecheck"):
+            said = one
+        else:
+            continue
+        lines.append(f"| {name} | {said} | {stamp['commit']} |")
+    return "\n".join([*lines, "", *_low_latency(found), *_normal(found)])
+
+
 def main() -> None:
     from uccl_ep_serving.bench.machine import describe
 
@@ -95,7 +165,8 @@ def main() -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # whoever ends this half-way leaves the results of before
     written = target.with_suffix(".part")
-    written.write_text(json.dumps(found, indent=1) + "\n")
+    # an error of a part may name files of this checkout
+    written.write_text(json.dumps(found, indent=1).replace(f"{Path(__file__).parents[1]}/", "") + "\n")
     written.replace(target)
 
 

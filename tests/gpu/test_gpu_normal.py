@@ -1,6 +1,6 @@
 """Normal mode on a GPU: ranks as processes that share the one device, against the same oracle.
 
-These have not run yet: no machine of the project has had a GPU. ``make test-gpu`` runs them where there is one.
+``make test-gpu`` runs them; what a GPU has said is in benchmarks/results/gpu.json.
 """
 
 from __future__ import annotations
