@@ -28,8 +28,13 @@ PARTS = next(_word)  # most commands that a channel of one message needs [host, 
 # between kernels [dispatch_send]
 PLACED = next(_word)
 
-#: Word at which the tables of int64[ranks] start.
 STATE_WORDS = 32
+#: Word at which int32[MAX_EXPERTS] starts: tokens that name the expert in the running dispatch; 0 between kernels,
+#: unless one of a peer could not be published [dispatch_send].
+STATE_EXPERTS = STATE_WORDS
+#: Word at which int64[ranks, tables] starts, by peer: what stands where follows from constants alone. By table it would
+#: follow from the number of ranks, and kernels spent a tenth of their time on loading that (H200).
+STATE_PEERS = STATE_EXPERTS + MAX_EXPERTS // 2
 STATE_TABLES = (
     "RECV_ACK_DISPATCH",  # own dispatch messages that the peer says it has unpacked [sends and receives]
     "RECV_ACK_COMBINE",  # own combine messages whose space the peer says is free again [sends and receives]
@@ -50,9 +55,12 @@ STATE_TABLES = (
     "READY",
     "FINISHED",  # work done for the peer in the running kernel; 0 between kernels [all but combine_recv]
 )
-#: Behind the tables: int32[MAX_EXPERTS], tokens that name the expert in the running dispatch; 0 between kernels, unless
-#: one of a peer could not be published [dispatch_send].
-EXPERT_WORDS = MAX_EXPERTS // 2
+
+
+def state_word(table: str, peer: int) -> int:
+    """The word of ``peer`` in a table of the state block."""
+    return STATE_PEERS + peer * len(STATE_TABLES) + STATE_TABLES.index(table)
+
 
 # ``PLAN``, which nobody writes once it is there, so that captured graphs of any shape find theirs: the words of the
 # host's plan, then where the arrays start in a route block, in bytes
@@ -68,8 +76,8 @@ ROUTE_BEFORE = next(_word)  # int32 [R, T]: (token, slot) pairs of the source be
 ROUTE_FILLED = next(_word)
 LOCAL = next(_word)  # experts of a rank, L
 
-# ``ROUTE``: the message number of the dispatch at word 0 and a copy of the plan [dispatch_send], then tables of
-# int64[ranks], then the arrays
+# ``ROUTE``: the message number of the dispatch at word 0 and a copy of the plan [dispatch_send], then then
+# int64[ranks, tables], then the arrays
 ROUTE_WORDS = 16
 ROUTE_TABLES = (
     "COUNTS",  # tokens for the destination [dispatch_send, like the next two]
@@ -91,7 +99,7 @@ class DeviceState:
     """
 
     def __init__(self, layout: WindowLayout, channels: int, device: torch.device) -> None:
-        words = torch.zeros(STATE_WORDS + len(STATE_TABLES) * layout.ranks + EXPERT_WORDS, dtype=torch.int64)
+        words = torch.zeros(STATE_PEERS + layout.ranks * len(STATE_TABLES), dtype=torch.int64)
         for word, value in host.fixed_words(layout).items():
             words[word] = value
         assert layout.low_latency is not None

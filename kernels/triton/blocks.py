@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from ..blocks import low_latency, low_latency_device, normal_device
-from .context import rank_count
 
 
 def __getattr__(name: str) -> tl.constexpr:
@@ -35,24 +34,26 @@ def __getattr__(name: str) -> tl.constexpr:
     return tl.constexpr(tables[prefix].index(word))
 
 
-_STATE_WORDS = tl.constexpr(low_latency_device.STATE_WORDS)
+_STATE_EXPERTS = tl.constexpr(low_latency_device.STATE_EXPERTS)
+_STATE_PEERS = tl.constexpr(low_latency_device.STATE_PEERS)
 _STATE_TABLES = tl.constexpr(len(low_latency_device.STATE_TABLES))
 _ROUTE_WORDS = tl.constexpr(low_latency_device.ROUTE_WORDS)
+_ROUTE_TABLES = tl.constexpr(len(low_latency_device.ROUTE_TABLES))
 
 
 @triton.jit
-def state_table(context: tl.tensor, state: tl.tensor, table: tl.tensor, peers: tl.tensor) -> tl.tensor:
+def state_table(state: tl.tensor, table: tl.tensor, peers: tl.tensor) -> tl.tensor:
     """Addresses of the peers' entries in a table of the state block."""
-    return state + 8 * (_STATE_WORDS + table * rank_count(context) + peers)
+    return state + 8 * (_STATE_PEERS + peers * _STATE_TABLES + table)
 
 
 @triton.jit
-def expert_count(context: tl.tensor, state: tl.tensor, experts: tl.tensor) -> tl.tensor:
-    """Addresses of the experts' counts, int32, behind the tables of the state block."""
-    return state_table(context, state, _STATE_TABLES, tl.zeros_like(experts)) + 4 * experts
+def expert_count(state: tl.tensor, experts: tl.tensor) -> tl.tensor:
+    """Addresses of the experts' counts, int32, in the state block."""
+    return state + 8 * _STATE_EXPERTS + 4 * experts
 
 
 @triton.jit
-def route_table(context: tl.tensor, route: tl.tensor, table: tl.tensor, ranks: tl.tensor) -> tl.tensor:
+def route_table(route: tl.tensor, table: tl.tensor, ranks: tl.tensor) -> tl.tensor:
     """Addresses of the ranks' entries in a table of the route block."""
-    return route + 8 * (_ROUTE_WORDS + table * rank_count(context) + ranks)
+    return route + 8 * (_ROUTE_WORDS + ranks * _ROUTE_TABLES + table)

@@ -56,28 +56,30 @@ def _hear(
     good = has_failed_now(context, BACKEND) == 0
     live = is_live(context, peer)
     if good & live:
+        # what of this needs no message is on its way while that is
+        region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
+        header = landing_window(context, peer) + region + peek(route_table(route, R_RETURN_BASE, peer))
+        due = peek(route_table(route, R_COUNTS if REDUCED else R_PAIRS, peer))
         peers, mine = one_lane(peer, LANES)
         good = wait_messages(context, state, peers, mine, mine, _COMBINE, number, waited, start, True, BACKEND)
         if good:
-            come_at = state_table(context, state, T_COMBINE_COME + (number & 1), peer)
+            come_at = state_table(state, T_COMBINE_COME + (number & 1), peer)
             come = peek(come_at)
             # every thread has read what one of them is about to overwrite
             tl.debug_barrier()
             poke(come_at, tl.maximum(come, number // 2 + 1))
-            region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
-            header = landing_window(context, peer) + region + peek(route_table(context, route, R_RETURN_BASE, peer))
             words = read_header(header, BACKEND)
             told, rows = word_of(words, AT_CODING), word_of(words, AT_ROWS)
-            got, expected = check_header(context, state, route, peer, words, number, _TAG, BACKEND)
+            got, expected = check_header(state, route, peer, words, number, _TAG, BACKEND)
             coding: tl.constexpr = ((_REDUCED if REDUCED else _EXPANDED) << 8) | DTYPE
             if (got == expected) & (told != coding):
                 got, expected = MARK | told & LOW, expected * 0 + (MARK | coding)
             if got == expected:
-                got, expected = rows, peek(route_table(context, route, R_COUNTS if REDUCED else R_PAIRS, peer))
+                got, expected = rows, due
             good = got == expected
             if good == 0:
                 fail(context, state, FAILURE_PROTOCOL, peer, stream, got, expected, BACKEND)
-    tell_ready(context, state, peer, stamp_of(COMBINE_RECV, number), good & live, BACKEND)
+    tell_ready(state, peer, stamp_of(COMBINE_RECV, number), good & live, BACKEND)
 
 
 # what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
@@ -200,7 +202,7 @@ def _sum_rows(
             entry = tl.load(int64s(returns + 8 * at), mask=inside, other=-1)
             rank = tl.where(entry >= 0, entry >> 32, 0)
             here = entry >= 0
-            base = landing_window(context, rank) + region + peek(route_table(context, route, R_RETURN_BASE, rank))
+            base = landing_window(context, rank) + region + peek(route_table(route, R_RETURN_BASE, rank))
             sources += (base + tl.where(here, entry & 0xFFFFFFFF, 0) * ROW_BYTES,)  # type: ignore[assignment]
             there += (here,)  # type: ignore[assignment]
             if not REDUCED:

@@ -73,8 +73,8 @@ def _serve(
     parity = number & 1
     if source == 0:
         poke(ticket, number)
-    base = peek(route_table(context, route, R_RETURN_BASE, source))
-    poke(state_table(context, state, T_COMBINE_BASE + parity, source), base)
+    base = peek(route_table(route, R_RETURN_BASE, source))
+    poke(state_table(state, T_COMBINE_BASE + parity, source), base)
     # the place is read again while waiting
     settle(BACKEND)
     good = has_failed_now(context, BACKEND) == 0
@@ -84,26 +84,26 @@ def _serve(
         before = tl.full((), 0, tl.int64)
         for first in range(0, ranks, LANES):
             peers = first + tl.arange(0, LANES).to(tl.int64)
-            returned = int64s(route_table(context, route, R_RETURN_ROWS, peers))
+            returned = int64s(route_table(route, R_RETURN_ROWS, peers))
             rows = tl.load(returned, mask=(peers < ranks) & (peers < source), other=0)
             before += tl.sum(rows.to(tl.int32), axis=0)
         staging = peek(state + S_COMBINE_SEND) + parity * peek(state + S_COMBINE_SEND_STEP)
         staging += offset_among(source, source * HEADER + before * ROW_BYTES)
         target = peek(state + S_COMBINE_RECV) + parity * peek(state + S_COMBINE_RECV_STEP)
-        target += peek(route_table(context, route, R_RETURN_TO, source))
-        nbytes = HEADER + peek(route_table(context, route, R_RETURN_ROWS, source)) * ROW_BYTES
+        target += peek(route_table(route, R_RETURN_TO, source))
+        nbytes = HEADER + peek(route_table(route, R_RETURN_ROWS, source)) * ROW_BYTES
         place_message(context, state, source, staging, target, nbytes)
         free, good = tell_combines_free(context, state, source, start, LANES, BACKEND)
         if good:
             good = wait_space(context, state, source, _COMBINE, start, LANES, BACKEND)
     # rows are packed beside the header
-    tell_ready(context, state, source, stamp_of(COMBINE_SEND, number), good & live, BACKEND)
+    tell_ready(state, source, stamp_of(COMBINE_SEND, number), good & live, BACKEND)
     if good & live:
-        message = peek(state_table(context, state, T_MESSAGE_AT, source))
-        rows = peek(route_table(context, route, R_RETURN_ROWS, source))
-        coding = (peek(route_table(context, route, R_RETURN_FORM, source)) << 8) | DTYPE
+        message = peek(state_table(state, T_MESSAGE_AT, source))
+        rows = peek(route_table(route, R_RETURN_ROWS, source))
+        coding = (peek(route_table(route, R_RETURN_FORM, source)) << 8) | DTYPE
         nowhere = tl.full((), 0, tl.int64)
-        write_header(context, state, route, source, message, number, rows, coding, nowhere, free, _TAG, BACKEND)
+        write_header(state, route, source, message, number, rows, coding, nowhere, free, _TAG, BACKEND)
     return good & live
 
 
@@ -141,13 +141,13 @@ def combine_send(
     ranks = rank_count(context)
     program = program_number(state, STARTS_IN_ORDER)
     part, source = divide(program, ranks)
-    tokens = peek(route_table(context, route, R_RECEIVED, source))
+    tokens = peek(route_table(route, R_RECEIVED, source))
     parts = divide(tl.num_programs(0), ranks)[0]
     # a program that has no row is none of those that are counted
     words: tl.constexpr = HIDDEN * (4 if DTYPE == _F32 else 2) // 4
     summed: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     moved: tl.constexpr = (words + 2 * BLOCK - 1) // (2 * BLOCK)
-    columns = tl.where(_is_reduced(context, route, source), summed, moved)
+    columns = tl.where(_is_reduced(route, source), summed, moved)
     working = tl.maximum(tl.minimum((tokens + ROWS - 1) // ROWS * columns, parts), 1)
     if part < working:
         if part == 0:
@@ -161,7 +161,7 @@ def combine_send(
             told = uniform(tl.max(known.to(tl.int32), axis=0), BACKEND) != 0
             good = uniform(tl.max(ready.to(tl.int32), axis=0), BACKEND) != 0
         if good:
-            first_row = peek(state_table(context, state, T_MESSAGE_AT, source)) + HEADER
+            first_row = peek(state_table(state, T_MESSAGE_AT, source)) + HEADER
             _pack_rows(
                 context,
                 route,
@@ -185,19 +185,19 @@ def combine_send(
             settle(BACKEND)
         # also where nothing may be said any more: an operation ends in every case
         if told:
-            if finish_one(context, state, source) == working - 1:
+            if finish_one(state, source) == working - 1:
                 # what this program has acquired with its piece of work: for all threads
                 settle(BACKEND)
                 number = peek(state + S_COMBINE_NUMBER)
-                if may_publish(context, state, source, stamp_of(COMBINE_SEND, number)):
+                if may_publish(state, source, stamp_of(COMBINE_SEND, number)):
                     publish_message(context, state, source, _COMBINE, number, start, LANES, BACKEND)
-                if last_peer(context, state, source, ranks, BACKEND):
+                if last_peer(state, source, ranks, BACKEND):
                     poke(state + S_COMBINE_NUMBER, number + 1)
 
 
 @triton.jit
-def _is_reduced(context: tl.tensor, route: tl.tensor, source: tl.tensor) -> tl.tensor:
-    return peek(route_table(context, route, R_RETURN_FORM, source)) == _REDUCED
+def _is_reduced(route: tl.tensor, source: tl.tensor) -> tl.tensor:
+    return peek(route_table(route, R_RETURN_FORM, source)) == _REDUCED
 
 
 @triton.jit
@@ -238,7 +238,7 @@ def _pack_rows(
     capacity = ranks * most
     width: tl.constexpr = 4 if DTYPE == _F32 else 2
     places = route + peek(route + P_ROUTE_PLACES) + 4 * source * most * TOPK
-    reduced = _is_reduced(context, route, source)
+    reduced = _is_reduced(route, source)
     for piece in range(part, (tokens + ROWS - 1) // ROWS * columns, parts):
         # the interpreter counts loops in integers of Python
         block, column = divide(piece + tl.full((), 0, tl.int64), columns)

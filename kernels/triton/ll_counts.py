@@ -102,15 +102,14 @@ def free_spaces(context: tl.tensor, state: tl.tensor, LANES: tl.constexpr) -> tl
     for first in range(0, ranks, LANES):
         peers = first + tl.arange(0, LANES).to(tl.int64)
         live = is_live(context, peers)
-        even = tl.load(int64s(state_table(context, state, T_COMBINE_COME, peers)), mask=live, other=1 << 60)
-        odd = tl.load(int64s(state_table(context, state, T_COMBINE_COME + 1, peers)), mask=live, other=1 << 60)
+        even = tl.load(int64s(state_table(state, T_COMBINE_COME, peers)), mask=live, other=1 << 60)
+        odd = tl.load(int64s(state_table(state, T_COMBINE_COME + 1, peers)), mask=live, other=1 << 60)
         free = tl.minimum(free, least(tl.minimum(2 * even - 1, 2 * odd)))
     return tl.maximum(free, 0)
 
 
 @triton.jit
 def take_acks(
-    context: tl.tensor,
     state: tl.tensor,
     peer: tl.tensor,
     dispatched: tl.tensor,
@@ -119,8 +118,8 @@ def take_acks(
 ) -> tl.tensor:
     """Note the counts of a header of ``peer``. (A claim that cannot be, else -1; the most that it could be.)"""
     sent, returned = peek(state + S_DISPATCH_NUMBER), peek(state + S_COMBINE_NUMBER)
-    dispatched_at = state_table(context, state, T_RECV_ACK_DISPATCH, peer)
-    combined_at = state_table(context, state, T_RECV_ACK_COMBINE, peer)
+    dispatched_at = state_table(state, T_RECV_ACK_DISPATCH, peer)
+    combined_at = state_table(state, T_RECV_ACK_COMBINE, peer)
     known, known_combined = peek(dispatched_at), peek(combined_at)
     wrong = (dispatched < 0) | (dispatched > sent)
     wrong_combined = (combined < 0) | (combined > returned)
@@ -161,7 +160,7 @@ def _message_place(
         if count >= number // 2 + 1:
             if combine:
                 header = peek(state + S_COMBINE_RECV) + parity * peek(state + S_COMBINE_RECV_STEP)
-                header += peek(state_table(context, state, T_COMBINE_BASE + parity, peer))
+                header += peek(state_table(state, T_COMBINE_BASE + parity, peer))
             else:
                 slot = parity * rank_count(context) + peer
                 header = peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
@@ -191,7 +190,7 @@ def _read_acks(
                 slot = peer * _NOTICE_SLOTS + (notices - 1) % _NOTICE_SLOTS
                 number, tag = notices - 1, tag * 0 + _NOTICE_TAG
                 header = landing_window(context, peer) + peek(state + S_NOTICE_RECV) + slot * _HEADER
-                read_at = state_table(context, state, T_NOTICES_READ, peer)
+                read_at = state_table(state, T_NOTICES_READ, peer)
                 fresh = notices > peek(read_at)
                 settle(BACKEND)
                 if fresh:
@@ -207,7 +206,7 @@ def _read_acks(
                     # written; a mapped peer stores it without an order, but not while this one may be looked at
                     dispatched = acquire(header + _CONSUMED_DISPATCH, BACKEND)
                     combined = acquire(header + _CONSUMED_COMBINE, BACKEND)
-                    claim, most = take_acks(context, state, peer, dispatched, combined, BACKEND)
+                    claim, most = take_acks(state, peer, dispatched, combined, BACKEND)
                     # the next look reads what this one has noted
                     settle(BACKEND)
                 elif place == 0:
@@ -228,11 +227,11 @@ def _wait_acks(
 ) -> tl.tensor:
     """Wait until ``peer`` has said that ``needed`` own messages of the phase are read. False after a failure."""
     placed = peek(state + S_COMBINE_NUMBER)
-    acked_at = state_table(context, state, T_RECV_ACK_DISPATCH, peer)
+    acked_at = state_table(state, T_RECV_ACK_DISPATCH, peer)
     if PHASE == _COMBINE:
         # the message being sent has its place in the peer's route already
         placed += 1
-        acked_at = state_table(context, state, T_RECV_ACK_COMBINE, peer)
+        acked_at = state_table(state, T_RECV_ACK_COMBINE, peer)
     ending, checked = tl.full((), 0, tl.int32), start
     acked, expected, stream = peek(acked_at), needed, tl.full((), 0, tl.int64) + _NOTICE
     while (acked < needed) & (ending == GO_ON):
@@ -304,7 +303,7 @@ def _send_notice(
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """Tell ``peer`` both counts now. False after a failure."""
-    sent_at = state_table(context, state, T_NOTICES_SENT, peer)
+    sent_at = state_table(state, T_NOTICES_SENT, peer)
     sent, mapped = peek(sent_at), peer_window(context, peer)
     needed = sent - _NOTICE_SLOTS + 1
     ending, checked = tl.full((), 0, tl.int32), start
@@ -330,8 +329,8 @@ def _send_notice(
         poke(notice + _CONSUMED_DISPATCH, dispatched)
         poke(notice + _CONSUMED_COMBINE, combined)
         poke(sent_at, sent + 1)
-        poke(state_table(context, state, T_SENT_ACK_DISPATCH, peer), dispatched)
-        poke(state_table(context, state, T_SENT_ACK_COMBINE, peer), combined)
+        poke(state_table(state, T_SENT_ACK_DISPATCH, peer), dispatched)
+        poke(state_table(state, T_SENT_ACK_COMBINE, peer), combined)
         settle(BACKEND)
         peers, mine = one_lane(peer, LANES)
         if mapped != 0:
@@ -352,7 +351,7 @@ def tell_dispatches_read(
     needed = peek(state + S_DISPATCH_NUMBER) - 1
     free = free_spaces(context, state, LANES)
     good = tl.full((), 1, tl.int1)
-    if (peer != own_rank(context)) & (peek(state_table(context, state, T_SENT_ACK_DISPATCH, peer)) < needed):
+    if (peer != own_rank(context)) & (peek(state_table(state, T_SENT_ACK_DISPATCH, peer)) < needed):
         good = _send_notice(context, state, peer, peek(state + S_DISPATCH_READ), free, start, LANES, BACKEND)
     return free, good
 
@@ -375,7 +374,7 @@ def tell_combines_free(
             if good:
                 good = wait_messages(context, state, peers, live, live, _COMBINE, needed, 0, start, True, BACKEND)
         free = needed
-    told = peek(state_table(context, state, T_SENT_ACK_COMBINE, peer))
+    told = peek(state_table(state, T_SENT_ACK_COMBINE, peer))
     if good & (peer != own_rank(context)) & (told < needed):
         good = _send_notice(context, state, peer, peek(state + S_DISPATCH_READ), free, start, LANES, BACKEND)
     return free, good

@@ -83,7 +83,7 @@ def _take_header(
     most = peek(route + P_TOKENS)
     words = read_header(message, BACKEND)
     coding, told, back = word_of(words, AT_CODING), word_of(words, AT_ROWS), word_of(words, AT_RETURN_OFFSET)
-    got, expected = check_header(context, state, route, source, words, number, _TAG, BACKEND)
+    got, expected = check_header(state, route, source, words, number, _TAG, BACKEND)
     rows, pairs = told & LOW, told >> _PAIRS_SHIFT
     form = tl.where((coding & _WEIGHTED) != 0, _REDUCED, _EXPANDED).to(tl.int64)
     returned = tl.where(form == _REDUCED, rows, pairs)
@@ -98,10 +98,10 @@ def _take_header(
         got, expected = back, tl.where(back == 0, 1, 0).to(tl.int64)
     good = got == expected
     if good:
-        poke(route_table(context, route, R_RECEIVED, source), rows)
-        poke(route_table(context, route, R_RETURN_TO, source), back)
-        poke(route_table(context, route, R_RETURN_FORM, source), form)
-        poke(route_table(context, route, R_RETURN_ROWS, source), returned)
+        poke(route_table(route, R_RECEIVED, source), rows)
+        poke(route_table(route, R_RETURN_TO, source), back)
+        poke(route_table(route, R_RETURN_FORM, source), form)
+        poke(route_table(route, R_RETURN_ROWS, source), returned)
     else:
         fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), got, expected, BACKEND)
     # all threads read them again
@@ -123,7 +123,7 @@ def _lay_out(
 ) -> tl.tensor:
     """Where the rows of ``source`` begin with each expert, and how many there are. False when the counts are
     refused."""
-    ranks, rows = rank_count(context), peek(route_table(context, route, R_RECEIVED, source))
+    ranks, rows = rank_count(context), peek(route_table(route, R_RECEIVED, source))
     local, most = peek(route + P_LOCAL), peek(route + P_TOKENS).to(tl.int32)
     filled = route + peek(route + P_ROUTE_FILLED)
     counts = _message(context, state, number, source) + HEADER
@@ -193,17 +193,17 @@ def _hear(
         else:
             # a lost source has sent nothing, and nothing returns to it
             zero = tl.full((), 0, tl.int64)
-            poke(route_table(context, route, R_RECEIVED, source), zero)
-            poke(route_table(context, route, R_RETURN_TO, source), zero)
-            poke(route_table(context, route, R_RETURN_FORM, source), zero)
-            poke(route_table(context, route, R_RETURN_ROWS, source), zero)
+            poke(route_table(route, R_RECEIVED, source), zero)
+            poke(route_table(route, R_RETURN_TO, source), zero)
+            poke(route_table(route, R_RETURN_FORM, source), zero)
+            poke(route_table(route, R_RETURN_ROWS, source), zero)
             ranks = rank_count(context)
             for first in range(0, peek(route + P_LOCAL), LANES):
                 expert = first + tl.arange(0, LANES).to(tl.int64)
                 inside = expert < peek(route + P_LOCAL)
                 none = tl.zeros([LANES], tl.int64)
                 tl.store(int64s(layout_range + 8 * (expert * ranks + source)), none, mask=inside)
-    tell_ready(context, state, source, stamp_of(DISPATCH_RECV, number), good & live, BACKEND)
+    tell_ready(state, source, stamp_of(DISPATCH_RECV, number), good & live, BACKEND)
     return good & live
 
 
@@ -220,7 +220,7 @@ def _close(
 ) -> None:
     """``source`` is done with: the last one leaves the counts, which are zero after a failure."""
     ranks = rank_count(context)
-    if last_peer(context, state, source, ranks, BACKEND):
+    if last_peer(state, source, ranks, BACKEND):
         # what the others have stored, or have found wrong
         settle(BACKEND)
         good = has_failed_now(context, BACKEND) == 0
@@ -287,7 +287,7 @@ def dispatch_recv(
     # a source that was refused or lost is done with at once
     closes = (part == 0) & (good == 0)
     if good:
-        tokens = peek(route_table(context, route, R_RECEIVED, source))
+        tokens = peek(route_table(route, R_RECEIVED, source))
         parts = divide(tl.num_programs(0), ranks)[0]
         # a program that has no row is none of those that are counted
         working = tl.maximum(tl.minimum((tokens + ROWS - 1) // ROWS, parts), 1)
@@ -314,7 +314,7 @@ def dispatch_recv(
                 BACKEND,
             )
             settle(BACKEND)
-            closes = finish_one(context, state, source) == working - 1
+            closes = finish_one(state, source) == working - 1
     if closes:
         _close(context, state, route, source, recv_count, stats, LANES, BACKEND)
 
@@ -345,9 +345,9 @@ def _copy_rows(
     metas. Its arguments are those of the kernel that it is a part of."""
     ranks, most = rank_count(context), peek(route + P_TOKENS)
     capacity, local = ranks * most, peek(route + P_LOCAL)
-    meta_size, tokens = peek(route + P_META), peek(route_table(context, route, R_RECEIVED, source))
-    reduced = peek(route_table(context, route, R_RETURN_FORM, source)) == _REDUCED
-    returned = peek(route_table(context, route, R_RETURN_ROWS, source))
+    meta_size, tokens = peek(route + P_META), peek(route_table(route, R_RECEIVED, source))
+    reduced = peek(route_table(route, R_RETURN_FORM, source)) == _REDUCED
+    returned = peek(route_table(route, R_RETURN_ROWS, source))
     metas = _message(context, state, number, source) + peek(route + P_FIRST_ROW)
     kept = source * most
     slot = tl.arange(0, SLOTS)[None, :]

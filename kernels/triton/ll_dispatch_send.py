@@ -125,22 +125,22 @@ def _serve(
     _place(context, state, plan, route, peer, number & 1, tl.where(live, listed, 0), ROW_BYTES, REDUCED)
     # read again, so that nothing of it is kept while waiting
     settle(BACKEND)
-    rows = int64s(route_table(context, route, R_COUNTS, peer))
+    rows = int64s(route_table(route, R_COUNTS, peer))
     free = tl.full((), 0, tl.int64)
     if good & live:
         free, good = tell_dispatches_read(context, state, peer, start, LANES, BACKEND)
         if good:
             good = wait_space(context, state, peer, _DISPATCH, start, LANES, BACKEND)
     # rows are written beside the header
-    tell_ready(context, state, peer, stamp, good & live, BACKEND)
+    tell_ready(state, peer, stamp, good & live, BACKEND)
     if good & live:
-        message = peek(state_table(context, state, T_MESSAGE_AT, peer))
-        told = (peek(route_table(context, route, R_PAIRS, peer)) << _PAIRS_SHIFT) | tl.load(rows)
+        message = peek(state_table(state, T_MESSAGE_AT, peer))
+        told = (peek(route_table(route, R_PAIRS, peer)) << _PAIRS_SHIFT) | tl.load(rows)
         coding = tl.full((), (_WEIGHTED if REDUCED else 0) | CODING, tl.int64)
-        back = peek(route_table(context, route, R_RETURN_BASE, peer))
-        write_header(context, state, plan, peer, message, number, told, coding, back, free, _TAG, BACKEND)
+        back = peek(route_table(route, R_RETURN_BASE, peer))
+        write_header(state, plan, peer, message, number, told, coding, back, free, _TAG, BACKEND)
         settle(BACKEND)
-    return finish_one(context, state, peer) == tl.load(rows) * columns
+    return finish_one(state, peer) == tl.load(rows) * columns
 
 
 @triton.jit
@@ -164,9 +164,9 @@ def _place(
     back = rows_before if REDUCED else (placed >> _FIELD) & _IN_FIELD
     # the experts' output may have another dtype than the tokens: space for the widest that was planned
     base = offset_among(peers, peers * HEADER + back * peek(plan + P_ROW))
-    poke(route_table(context, route, R_COUNTS, peer), rows)
-    poke(route_table(context, route, R_PAIRS, peer), pairs)
-    poke(route_table(context, route, R_RETURN_BASE, peer), base)
+    poke(route_table(route, R_COUNTS, peer), rows)
+    poke(route_table(route, R_PAIRS, peer), pairs)
+    poke(route_table(route, R_RETURN_BASE, peer), base)
     row, first_row = peek(plan + P_META) + ROW_BYTES, peek(plan + P_FIRST_ROW)
     source = peek(state + S_DISPATCH_SEND) + parity * peek(state + S_DISPATCH_SEND_STEP)
     source += offset_among(peers, peers * first_row + rows_before * row)
@@ -224,11 +224,11 @@ def _close(
         peers = lowest + tl.arange(0, LANES).to(tl.int64)
         closed = tl.max((last & (rank == peers[None, :])).to(tl.int32), axis=0) != 0
         if any_of(closed) != 0:
-            ready_at = int64s(state_table(context, state, T_READY, tl.where(closed, peers, 0)))
+            ready_at = int64s(state_table(state, T_READY, tl.where(closed, peers, 0)))
             may = closed & (tl.load(ready_at, mask=closed, other=0) == stamp_of(DISPATCH_SEND, number))
             peer = first_of(peers, may)
             while peer != NOBODY:
-                _write_counts(context, state, peer, local, LANES)
+                _write_counts(state, peer, local, LANES)
                 peer = first_of(peers, may & (peers > peer))
             settle(BACKEND)
             mapped = may & (peer_window(context, tl.where(may, peers, 0)) != 0)
@@ -243,19 +243,19 @@ def _close(
             while peer != NOBODY:
                 put_message(context, state, peer, _DISPATCH, number, start, LANES, BACKEND)
                 peer = first_of(peers, proxied & (peers > peer))
-            if last_peers(context, state, peers, closed, ranks, BACKEND):
+            if last_peers(state, peers, closed, ranks, BACKEND):
                 # rule: low latency: the send kernel counts its message
                 poke(state + S_DISPATCH_NUMBER, number + 1)
                 poke(state + S_PLACED, 0)
 
 
 @triton.jit
-def _write_counts(context: tl.tensor, state: tl.tensor, peer: tl.tensor, local: tl.tensor, LANES: tl.constexpr) -> None:
+def _write_counts(state: tl.tensor, peer: tl.tensor, local: tl.tensor, LANES: tl.constexpr) -> None:
     """How many rows each expert of ``peer`` gets: into the message to it."""
-    counts = peek(state_table(context, state, T_MESSAGE_AT, peer)) + HEADER
+    counts = peek(state_table(state, T_MESSAGE_AT, peer)) + HEADER
     for first in range(0, local, LANES):
         expert = first + tl.arange(0, LANES).to(tl.int64)
-        named = int32s(expert_count(context, state, peer * local + expert))
+        named = int32s(expert_count(state, peer * local + expert))
         tl.store(int32s(counts + 4 * expert), tl.load(named, mask=expert < local, other=0), mask=expert < local)
         tl.store(named, tl.zeros([LANES], tl.int32), mask=expert < local)
 
@@ -352,7 +352,7 @@ def dispatch_send(
         earlier = route + peek(plan + P_ROUTE_EARLIER) + 8 * (peers * peek(plan + P_TOKENS) + token[:, None])
         listed = tl.load(int64s(earlier), mask=ready, other=0)
         row, pairs = listed & LOW, listed >> 32
-        message = tl.load(int64s(state_table(context, state, T_MESSAGE_AT, peers)), mask=ready, other=0)
+        message = tl.load(int64s(state_table(state, T_MESSAGE_AT, peers)), mask=ready, other=0)
         meta = message + peek(plan + P_FIRST_ROW) + row * (peek(plan + P_META) + ROW_BYTES)
         if column == 0:
             returns = int64s(route + peek(plan + P_ROUTE_RETURNS) + 8 * (token[:, None] * TOPK + slot))
@@ -369,7 +369,7 @@ def dispatch_send(
             tl.store(int32s(meta + 4), pairs.to(tl.int32), mask=first)
             # an expert has a token once
             new, same = ready & (earlier_equal(ids, SLOTS) == 0), ids[:, :, None] == ids[:, None, :]
-            named = int32s(expert_count(context, state, tl.where(new, ids, 0).to(tl.int64)))
+            named = int32s(expert_count(state, tl.where(new, ids, 0).to(tl.int64)))
             position = tl.atomic_add(named, tl.full([ROWS, SLOTS], 1, tl.int32), mask=new, sem="relaxed", scope="gpu")
             if deterministic != 0:
                 position = named_before(topk_idx, tokens, experts, token, ids, TOPK, SLOTS, ROWS, LANES)
@@ -404,9 +404,9 @@ def dispatch_send(
             BACKEND,
         )
         settle(BACKEND)
-        many = tl.load(int64s(route_table(context, route, R_COUNTS, peers)), mask=once, other=0)
+        many = tl.load(int64s(route_table(route, R_COUNTS, peers)), mask=once, other=0)
         # also for those to whom nothing may be said any more: an operation ends in every case
-        last = once & (finish(context, state, peers, once) == many * columns)
+        last = once & (finish(state, peers, once) == many * columns)
     if uniform(any_of(tl.ravel(last)), BACKEND) != 0:
         _close(context, state, plan, rank, last, start, LANES, BACKEND)
 

@@ -56,15 +56,14 @@ def place_message(
     one at ``source``."""
     mapped = peer_window(context, peer)
     at = tl.where(mapped != 0, mapped + target, window_address(context) + source)
-    poke(state_table(context, state, T_MESSAGE_AT, peer), at)
-    poke(state_table(context, state, T_MESSAGE_FROM, peer), source)
-    poke(state_table(context, state, T_MESSAGE_TO, peer), target)
-    poke(state_table(context, state, T_MESSAGE_BYTES, peer), nbytes)
+    poke(state_table(state, T_MESSAGE_AT, peer), at)
+    poke(state_table(state, T_MESSAGE_FROM, peer), source)
+    poke(state_table(state, T_MESSAGE_TO, peer), target)
+    poke(state_table(state, T_MESSAGE_BYTES, peer), nbytes)
 
 
 @triton.jit
 def write_header(
-    context: tl.tensor,
     state: tl.tensor,
     plan: tl.tensor,
     peer: tl.tensor,
@@ -90,8 +89,8 @@ def write_header(
     poke(message + AT_RETURN_OFFSET, return_offset)
     poke(message + _AT_CONSUMED_DISPATCH, read)
     poke(message + _AT_CONSUMED_COMBINE, free)
-    poke(state_table(context, state, T_SENT_ACK_DISPATCH, peer), read)
-    poke(state_table(context, state, T_SENT_ACK_COMBINE, peer), free)
+    poke(state_table(state, T_SENT_ACK_DISPATCH, peer), read)
+    poke(state_table(state, T_SENT_ACK_COMBINE, peer), free)
 
 
 @triton.jit
@@ -136,9 +135,9 @@ def put_message(
     several commands, of which only the last ends the message.
     """
     first, channels = stream_of(PHASE, number), channel_count(context)
-    source = peek(state_table(context, state, T_MESSAGE_FROM, peer))
-    target = peek(state_table(context, state, T_MESSAGE_TO, peer))
-    nbytes = peek(state_table(context, state, T_MESSAGE_BYTES, peer))
+    source = peek(state_table(state, T_MESSAGE_FROM, peer))
+    target = peek(state_table(state, T_MESSAGE_TO, peer))
+    nbytes = peek(state_table(state, T_MESSAGE_BYTES, peer))
     lines = divide((nbytes + _PIECE - 1) // _PIECE + channels - 1, channels)[0]
     piece = lines * _PIECE
     parts = peek(state + S_PARTS)
@@ -186,7 +185,6 @@ def word_of(words: tl.tensor, AT: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def check_header(
-    context: tl.tensor,
     state: tl.tensor,
     route: tl.tensor,
     peer: tl.tensor,
@@ -206,7 +204,7 @@ def check_header(
         got, expected = word_of(words, AT_NUMBER), number
     if got == expected:
         dispatched, combined = word_of(words, _AT_CONSUMED_DISPATCH), word_of(words, _AT_CONSUMED_COMBINE)
-        claim, most = take_acks(context, state, peer, dispatched, combined, BACKEND)
+        claim, most = take_acks(state, peer, dispatched, combined, BACKEND)
         if claim >= 0:
             got, expected = claim, most
     return got, expected

@@ -363,10 +363,11 @@ def await_opened(one: Channel, BACKEND: tl.constexpr) -> tl.tensor:
     Program 0 has a limit of its own, and tells even when that is over: twice as long is waited here.
     """
     number, start = peek(one.state + W_NUMBER), clock_ns(BACKEND)
+    limit = 2 * wait_limit(one.context)
     opened = acquire(one.state + W_OPENED, BACKEND)
     while (opened != number + 1) & (opened != -(number + 1)):
         opened = acquire(one.state + W_OPENED, BACKEND)
-        late = (clock_ns(BACKEND) - start > 2 * wait_limit(one.context)).to(tl.int32)
+        late = (clock_ns(BACKEND) - start > limit).to(tl.int32)
         if uniform(late, BACKEND) != 0:
             fail(one.context, one.state, FAILURE_PEER_TIMEOUT, one.me, NOTIFY, 0, 1, BACKEND)
             opened = -(number + 1)

@@ -46,21 +46,17 @@ def program_number(state: tl.tensor, STARTS_IN_ORDER: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
-def tell_ready(
-    context: tl.tensor, state: tl.tensor, peer: tl.tensor, stamp: tl.tensor, good: tl.tensor, BACKEND: tl.constexpr
-) -> None:
+def tell_ready(state: tl.tensor, peer: tl.tensor, stamp: tl.tensor, good: tl.tensor, BACKEND: tl.constexpr) -> None:
     """Tell the other programs that they may work for ``peer``, or that they must not; they see all that this one
     did."""
     settle(BACKEND)
     told = tl.where(good, stamp, -stamp)
-    tl.atomic_xchg(int64s(state_table(context, state, T_READY, peer)), told, sem="release", scope="gpu")
+    tl.atomic_xchg(int64s(state_table(state, T_READY, peer)), told, sem="release", scope="gpu")
 
 
 @triton.jit
-def _ready_words(
-    context: tl.tensor, state: tl.tensor, peers: tl.tensor, wanted: tl.tensor, BACKEND: tl.constexpr
-) -> tl.tensor:
-    at = state_table(context, state, T_READY, tl.where(wanted, peers, 0))
+def _ready_words(state: tl.tensor, peers: tl.tensor, wanted: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+    at = state_table(state, T_READY, tl.where(wanted, peers, 0))
     return acquire_each(tl.where(wanted, at, state + S_SINK), BACKEND, DEVICE)
 
 
@@ -85,15 +81,15 @@ def await_ready(
 
     ``peers`` has any shape. The program waited for has a limit of its own, twice which is waited here.
     """
-    lacks = _any_lacks(_ready_words(context, state, peers, wanted, BACKEND), wanted, stamp, BACKEND)
+    lacks = _any_lacks(_ready_words(state, peers, wanted, BACKEND), wanted, stamp, BACKEND)
     believed = stamp
     if lacks != 0:
-        start = clock_ns(BACKEND)
+        start, limit = clock_ns(BACKEND), 2 * wait_limit(context)
         while lacks != 0:
-            lacks = _any_lacks(_ready_words(context, state, peers, wanted, BACKEND), wanted, stamp, BACKEND)
-            late = (clock_ns(BACKEND) - start > 2 * wait_limit(context)).to(tl.int32)
+            lacks = _any_lacks(_ready_words(state, peers, wanted, BACKEND), wanted, stamp, BACKEND)
+            late = (clock_ns(BACKEND) - start > limit).to(tl.int32)
             if uniform(late, BACKEND) != 0:
-                words = _ready_words(context, state, peers, wanted, BACKEND)
+                words = _ready_words(state, peers, wanted, BACKEND)
                 lacking = wanted & (words != stamp) & (words != -stamp)
                 peer = tl.max(tl.ravel(tl.where(lacking, peers, -1).to(tl.int32)), axis=0).to(tl.int64)
                 messages = ((stamp - 1) >> 2) // 2 + 1
@@ -104,45 +100,42 @@ def await_ready(
     # Threads that hold the same peer have looked each for itself, and went on by what one of them saw: the others are
     # to find it when they look again.
     settle(BACKEND)
-    words = _ready_words(context, state, peers, wanted, BACKEND)
+    words = _ready_words(state, peers, wanted, BACKEND)
     # each thread has acquired for itself: now for the others
     settle(BACKEND)
     return wanted & ((words == stamp) | (words == -stamp)), wanted & (words == believed)
 
 
 @triton.jit
-def finish(context: tl.tensor, state: tl.tensor, peers: tl.tensor, chosen: tl.tensor) -> tl.tensor:
+def finish(state: tl.tensor, peers: tl.tensor, chosen: tl.tensor) -> tl.tensor:
     """Count one more piece of work as done for each of the ``chosen`` peers: how many were done before. :func:`settle`
     comes before it, and before what the last one does."""
-    at = int64s(state_table(context, state, T_FINISHED, tl.where(chosen, peers, 0)))
+    at = int64s(state_table(state, T_FINISHED, tl.where(chosen, peers, 0)))
     return tl.atomic_add(at, tl.full(peers.shape, 1, tl.int64), mask=chosen, sem="acq_rel", scope="gpu")
 
 
 @triton.jit
-def finish_one(context: tl.tensor, state: tl.tensor, peer: tl.tensor) -> tl.tensor:
+def finish_one(state: tl.tensor, peer: tl.tensor) -> tl.tensor:
     """The same for one peer."""
-    at = int64s(state_table(context, state, T_FINISHED, peer))
+    at = int64s(state_table(state, T_FINISHED, peer))
     return tl.atomic_add(at, 1, sem="acq_rel", scope="gpu")
 
 
 @triton.jit
-def may_publish(context: tl.tensor, state: tl.tensor, peer: tl.tensor, stamp: tl.tensor) -> tl.tensor:
+def may_publish(state: tl.tensor, peer: tl.tensor, stamp: tl.tensor) -> tl.tensor:
     """After all work for ``peer``: whether it was ready, so that all of it was done."""
-    return peek(state_table(context, state, T_READY, peer)) == stamp
+    return peek(state_table(state, T_READY, peer)) == stamp
 
 
 @triton.jit
-def last_peer(
-    context: tl.tensor, state: tl.tensor, peer: tl.tensor, ranks: tl.tensor, BACKEND: tl.constexpr
-) -> tl.tensor:
+def last_peer(state: tl.tensor, peer: tl.tensor, ranks: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
     """``peer`` is done with: True for the last of ``ranks`` peers."""
-    poke(state_table(context, state, T_FINISHED, peer), 0)
+    poke(state_table(state, T_FINISHED, peer), 0)
     return arrive_last(state + S_ARRIVALS, 1, ranks, BACKEND)
 
 
 @triton.jit
 def last_peers(
-    context: tl.tensor,
     state: tl.tensor,
     peers: tl.tensor,
     chosen: tl.tensor,
@@ -150,5 +143,5 @@ def last_peers(
     BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """The ``chosen`` peers are done with: True where they are the last of ``ranks`` peers."""
-    tl.store(int64s(state_table(context, state, T_FINISHED, peers)), tl.zeros_like(peers), mask=chosen)
+    tl.store(int64s(state_table(state, T_FINISHED, peers)), tl.zeros_like(peers), mask=chosen)
     return arrive_last(state + S_ARRIVALS, tl.sum(chosen.to(tl.int32), axis=0), ranks, BACKEND)

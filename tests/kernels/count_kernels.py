@@ -80,8 +80,8 @@ def told(acked: list[int]) -> list[list[int]]:
 
     with _rank_0() as (group, space, state):
         state.words[host.DISPATCH_NUMBER], state.words[host.DISPATCH_READ] = 3, 3
-        first = block.STATE_WORDS + block.STATE_TABLES.index("SENT_ACK_DISPATCH") * RANKS
-        state.words[first + 1 : first + RANKS] = torch.tensor(acked)
+        for peer, count in enumerate(acked, start=1):
+            state.words[block.state_word("SENT_ACK_DISPATCH", peer)] = count
         variant = Variant(acknowledge, {"LANES": 4, "BACKEND": 0})
         Launch(variant, (RANKS, 1, 1), (space.context, state.address)).run()
         notices = [notice(group, rank) for rank in (1, 2)]

@@ -88,13 +88,13 @@ class _Bench:
     """A context whose rings and flags the test reads, and a state block of which only the sink may change."""
 
     def __init__(self) -> None:
-        words = max(normal_device.STATE_WORDS, blocks.STATE_WORDS)
-        self.state = np.full(words + len(blocks.STATE_TABLES) * RANKS, UNTOUCHED, dtype=np.int64)
+        words = max(normal_device.STATE_WORDS, blocks.state_word(blocks.STATE_TABLES[0], RANKS))
+        self.state = np.full(words, UNTOUCHED, dtype=np.int64)
         # of each peer's message in low latency
         messages = {"MESSAGE_FROM": 64, "MESSAGE_TO": 128, "MESSAGE_BYTES": 32}
         for table, value in messages.items():
-            first = blocks.STATE_WORDS + blocks.STATE_TABLES.index(table) * RANKS
-            self.state[first : first + RANKS] = value
+            for peer in range(RANKS):
+                self.state[blocks.state_word(table, peer)] = value
         self.state[blocks.PARTS] = 1
         self.before = self.state.copy()
         self.ring = np.zeros(ring_bytes(SLOTS_OF_RING) // 8, dtype=np.int64)

@@ -19,7 +19,7 @@ from tests.support.ll_cases import Case
 from tests.support.ll_player import Player
 from uccl_ep_serving.errors import ProtocolError, UcclEpError
 from uccl_ep_serving.kernels.blocks import low_latency as block
-from uccl_ep_serving.kernels.blocks.low_latency_device import STATE_TABLES, STATE_WORDS
+from uccl_ep_serving.kernels.blocks.low_latency_device import state_word
 from uccl_ep_serving.kernels.triton.ll_dispatch_recv import dispatch_recv
 from uccl_ep_serving.protocol.message import (
     DTYPE_BF16,
@@ -67,8 +67,8 @@ class Seen(NamedTuple):
         """Where combine message ``number`` lies, once it is there."""
         self._wait(ll_stream(LL_COMBINE, number, 0), number)
         region = self._word(block.COMBINE_RECV) + (number & 1) * self._word(block.COMBINE_RECV_STEP)
-        table = STATE_TABLES.index("COMBINE_BASE") + (number & 1)
-        return self._window + region + self._word(STATE_WORDS + table * _RANKS + 1)
+        base = state_word("COMBINE_BASE_ODD" if number & 1 else "COMBINE_BASE", 1)
+        return self._window + region + self._word(base)
 
     def notice(self) -> int:
         """Where the first notice goes."""

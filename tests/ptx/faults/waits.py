@@ -13,7 +13,7 @@ from tests.ptx.product.compiled import Compiled
 from tests.ptx.product.ranks import TIMEOUT, ModelGroup
 from uccl_ep_serving.errors import PeerLost, PeerTimeout, TransportError, UcclEpError
 from uccl_ep_serving.kernels.blocks.low_latency import COMBINE_NUMBER, DISPATCH_NUMBER, NOTICE_RECV
-from uccl_ep_serving.kernels.blocks.low_latency_device import ARRIVALS, PLACED, STATE_TABLES, STATE_WORDS
+from uccl_ep_serving.kernels.blocks.low_latency_device import ARRIVALS, PLACED, state_word
 from uccl_ep_serving.protocol.context import HEADS
 from uccl_ep_serving.protocol.message import HEADER_BYTES, NOTICE_SLOTS, Notice
 from uccl_ep_serving.protocol.ring import TAIL
@@ -68,8 +68,7 @@ class Wait:
             def waits(arguments: tuple[int, ...]) -> None:
                 state[0] = arguments[1]
                 if self.notices:
-                    table = STATE_TABLES.index("NOTICES_SENT")
-                    poke(arguments[1] + 8 * (STATE_WORDS + table * ranks + 1), self.notices)
+                    poke(arguments[1] + 8 * state_word("NOTICES_SENT", 1), self.notices)
                 if self.known >= 0:
                     poke(peek(peek(arguments[0] + 8 * HEADS) + 8 * NOTICE) + 8, self.known)
                     hide(group, self.counts(group), self.known)
@@ -102,8 +101,7 @@ class Wait:
 
     def _check_tidy(self, state: int, ranks: int) -> None:
         """No kernel that may follow takes what this one has left for its own."""
-        finished = state + 8 * (STATE_WORDS + STATE_TABLES.index("FINISHED") * ranks)
-        assert [peek(finished + 8 * rank) for rank in range(ranks)] == [0] * ranks
+        assert [peek(state + 8 * state_word("FINISHED", rank)) for rank in range(ranks)] == [0] * ranks
         assert peek(state + 8 * PLACED) == peek(state + 8 * ARRIVALS) == 0
         if self.kernel in _NUMBERS:
             assert peek(state + 8 * _NUMBERS[self.kernel]) == self.number + 1

@@ -26,7 +26,7 @@ def told_too_late(
         failed = tl.full((), 0, tl.int64)
         while failed == 0:
             failed = acquire(verdict_address(context), BACKEND)
-        tell_ready(context, state, tl.full((), _PEER, tl.int64), stamp, stamp == stamp, BACKEND)
+        tell_ready(state, tl.full((), _PEER, tl.int64), stamp, stamp == stamp, BACKEND)
     else:
         _, ready = await_ready(context, state, peers, peers == _PEER, stamp, tl.full((), 8, tl.int64), BACKEND)
         tl.store(int64s(out + 8 * lane), ready.to(tl.int64))
