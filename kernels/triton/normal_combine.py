@@ -163,7 +163,7 @@ def _sum_values(
     """Sums [rows, values] of the rows ``index`` of this turn from ``many`` pipes each, -0 where those are none."""
     # a zero that changes nothing: adding a row to 0 would lose the sign of a zero
     # rule: a sum of one row is that row
-    total = tl.full([index.shape[0], column.shape[1]], -0.0, tl.float32)
+    total = tl.full([index.shape[0], column.shape[1]], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
     for begin in range(0, tl.max(many, axis=0), shape.TOGETHER):
         sources, there = (), ()
         for step in tl.static_range(shape.TOGETHER):

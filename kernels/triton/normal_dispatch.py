@@ -164,9 +164,12 @@ def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NOD
         for first in range(0, words, block):
             word = first + tl.arange(0, block)[None, :]
             source = tensors.x + each * (4 * words)
+            _, target = nth_way(one, index, many, 0)
             part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=inside[:, None] & (word < words), other=0)
             for nth in range(tl.max(many, axis=0)):
-                here, target = nth_way(one, index, many, nth)
+                # where it goes next is on its way while it is stored here
+                here = nth < many
+                _, after = nth_way(one, index, many, nth + 1)
                 tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
                 if first == 0:
                     meta, near, pipe = target + 4 * words, here, nth_pipe_of(one, index, here, nth)
@@ -183,6 +186,7 @@ def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NOD
                     if NODES:
                         marked = _store_marks(one, tensors, node, each, meta + 4 * used, crossing)
                         pad(meta, crossing, used + marked, tensors.meta)
+                target = after
     return rows
 
 
@@ -229,11 +233,13 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
                 scale = load_words(meta + 8 * shape.TOPK, inside, shape.SCALE_WORDS, shape.SCALES)
             for start in range(0, words, block):
                 word = start + tl.arange(0, block)[None, :]
+                _, target = nth_way(one, index, many, 0)
                 part = tl.load(
                     aligned(source, tl.int32)[:, None] + word, mask=inside[:, None] & (word < words), other=0
                 )
                 for nth in range(tl.max(many, axis=0)):
-                    here, target = nth_way(one, index, many, nth)
+                    here = nth < many
+                    _, after = nth_way(one, index, many, nth + 1)
                     tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
                     if start == 0:
                         put = target + 4 * words
@@ -241,6 +247,7 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
                         first_expert = ((pipe - first) * tensors.local_experts)[:, None]
                         _store_meta(put, here, expert, weight, scale, first_expert, tensors.local_experts, shape)
                         pad(put, here, used, tensors.meta)
+                    target = after
         poke(entry(one, N_NEXT_TAKEN, rail), taken + rows)
     return rows
 

@@ -188,9 +188,10 @@ def ways_each(one: Channel, row: tl.tensor, inside: tl.tensor) -> tl.tensor:
 @triton.jit
 def nth_way(one: Channel, row: tl.tensor, many: tl.tensor, nth: tl.tensor) -> tl.tensor:
     """Of each ``row`` [rows] of the plan, which passes ``many`` pipes, in the ``nth`` of them, from 0: whether there is
-    one, and the row's address; tensors like ``row``."""
-    here = nth < many
-    return here, tl.load(int64s(ways_of(one, row) + 8 + 16 * nth), mask=here, other=0)
+    one, and the row's address; tensors like ``row``. The address is asked for whether there is one or not, without
+    waiting for ``many``."""
+    at = ways_of(one, row) + 8 + 16 * nth
+    return nth < many, tl.load(int64s(at), mask=tl.zeros_like(row) + nth < one.ranks, other=0)
 
 
 @triton.jit

@@ -137,7 +137,7 @@ def cuda_faults(name: str, ptx: str) -> list[str]:
         load, clock, end = r"ld\.acquire\.sys\.global\.b64", "globaltimer", r"^\s*(?:bra\b|ret;|exit;)"
         faults += _poll_faults(_loops(ptx, label, branch, end), load, clock)
     # what a masked load leaves where it loads nothing: 0xffffffffffff8000 is -1 and -32768, as two of 16 bits
-    if re.search(r"mov\.\w32\s+%\w+, 0x[0-9a-f]{9,};", ptx):
+    if re.search(r"mov\.\w32\s+%\w+, 0x(?!f+;)[0-9a-f]{9,};", ptx):
         faults.append("a negative integer of few bits is repeated in a register with its sign")
     if name in COPYING and not re.search(r"st\.global\.v[24]\.b32", ptx):
         faults.append("stores are not vectorised")
