@@ -31,7 +31,7 @@ def check(*parts: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_a_part_that_does_not_exist_is_refused() -> None:
     done = check("figure")
     assert done.returncode == 1
-    assert "no part is named figure; there are probe, first, tests, figures, sanitizer, soak" in done.stdout
+    assert "no part is named figure; there are probe, first, tests, figures, sanitizer, soak, profile" in done.stdout
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists(), reason="there is a GPU")
