@@ -53,6 +53,9 @@ from .normal_rows import (
 from .normal_turns import GOING, begin_turn, channel_number, end_kernel, end_turn, end_turns
 from .words import aligned, clock_ns, int32s, int64s, poke, uint8s
 
+#: Rows moved together, the most of compiled code, of which a second set of addresses would be spilled. Of fewer, and in
+#: the interpreter, which moves more, the next addresses are asked for before these rows are stored.
+_CROWDED = tl.constexpr(8)
 #: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
 UNALIGNED = [
     *OPENING,
@@ -147,6 +150,7 @@ def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NOD
     rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), True, False, NODES, shape.RANKS)
     words: tl.constexpr = shape.WORDS
     block: tl.constexpr = shape.BLOCK
+    ahead: tl.constexpr = shape.ROWS != _CROWDED
     used: tl.constexpr = 2 * shape.TOPK + shape.SCALE_WORDS
     for begin in range(0, rows, shape.ROWS):
         index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
@@ -167,9 +171,10 @@ def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NOD
             _, target = nth_way(one, index, many, 0)
             part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=inside[:, None] & (word < words), other=0)
             for nth in range(tl.max(many, axis=0)):
-                # where it goes next is on its way while it is stored here
                 here = nth < many
-                _, after = nth_way(one, index, many, nth + 1)
+                if ahead:
+                    # where they go next is on its way while they are stored here
+                    _, after = nth_way(one, index, many, nth + 1)
                 tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
                 if first == 0:
                     meta, near, pipe = target + 4 * words, here, nth_pipe_of(one, index, here, nth)
@@ -186,6 +191,8 @@ def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NOD
                     if NODES:
                         marked = _store_marks(one, tensors, node, each, meta + 4 * used, crossing)
                         pad(meta, crossing, used + marked, tensors.meta)
+                if not ahead:
+                    _, after = nth_way(one, index, many, nth + 1)
                 target = after
     return rows
 
@@ -199,6 +206,7 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
     ring, held = get(one, N_IN_RING, rail), get(one, N_IN_ROWS, rail)
     words: tl.constexpr = shape.WORDS
     block: tl.constexpr = shape.BLOCK
+    ahead: tl.constexpr = shape.ROWS != _CROWDED
     if rows > 0:
         # all threads have read the marks of the node before
         settle_plan()
@@ -239,7 +247,8 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
                 )
                 for nth in range(tl.max(many, axis=0)):
                     here = nth < many
-                    _, after = nth_way(one, index, many, nth + 1)
+                    if ahead:
+                        _, after = nth_way(one, index, many, nth + 1)
                     tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
                     if start == 0:
                         put = target + 4 * words
@@ -247,6 +256,8 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
                         first_expert = ((pipe - first) * tensors.local_experts)[:, None]
                         _store_meta(put, here, expert, weight, scale, first_expert, tensors.local_experts, shape)
                         pad(put, here, used, tensors.meta)
+                    if not ahead:
+                        _, after = nth_way(one, index, many, nth + 1)
                     target = after
         poke(entry(one, N_NEXT_TAKEN, rail), taken + rows)
     return rows

@@ -29,14 +29,13 @@ from uccl_ep_serving.modes.ahead import CODINGS, low_latency_launches
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
 from uccl_ep_serving.protocol.message import DTYPE_BF16, DTYPE_FP8, NormalNotify
 
-#: Bytes that a kernel which copies may spill: the addresses of eight rows, with Triton 3.6 and 3.8. An H200 was 5 %
-#: faster with twice as many rows and 144 to 360 bytes spilled.
-_SPILLED = 80
+#: Bytes that a kernel which copies may spill.
+_SPILLED = 16
 #: Those of low latency, of one warp, keep a few addresses of outer loops in local memory: ptxas would not take more
 #: registers than let 24 to 32 of their programs run on a multiprocessor.
 _SPILLED_BY_A_WARP = 64
 #: Those between nodes with Triton 3.6 and 3.8, of the addresses of eight rows that are sent or forwarded together.
-_SPILLED_BETWEEN_NODES = 192
+_SPILLED_BETWEEN_NODES = 96
 
 #: Channels of normal mode.
 PROGRAMS = 16
