@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 __all__ = [
     "ROOT",
     "beside_deepep",
+    "deepep_group",
     "import_deepep",
     "interpreted",
     "machine",
@@ -73,6 +74,19 @@ def import_deepep() -> Any:
     return deep_ep
 
 
+def deepep_group(exchange: Any) -> Any:
+    """The ranks of ``exchange`` as a group for DeepEP, whose NVSHMEM shall look for no NIC: there is one GPU."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
+    os.environ.setdefault("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo")
+    torch.cuda.set_device(0)
+    store = dist.PrefixStore("deepep", exchange._store)
+    dist.init_process_group("gloo", store=store, rank=exchange.rank, world_size=exchange.size)
+    return dist.group.WORLD
+
+
 def reached(directory: str, rank: int, call: str) -> str:
     """Note that ``rank`` is about to make ``call``, and return that."""
     Path(directory, str(rank)).write_text(call)
@@ -99,8 +113,8 @@ def machine() -> dict[str, Any]:
     from uccl_ep_serving.bench.machine import describe
 
     found = {**describe(), "triton": triton.__version__}
-    # a copy of the sources has no git
-    found["commit"] = found["commit"] or os.environ.get("COMMIT", "")
+    # a copy of the sources has no git, or another's
+    found["commit"] = os.environ.get("COMMIT") or found["commit"]
     if interpreted():
         return {**found, "device": "Triton's interpreter: times mean nothing"}
     properties = torch.cuda.get_device_properties(0)

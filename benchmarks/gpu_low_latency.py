@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Low-latency mode on one GPU: checked, then timed. Ranks are processes that share the device.
 
-    benchmarks/gpu_low_latency.py [--only kernels,alone,publish,round_trip,deepep] [--json FILE]
+    benchmarks/gpu_low_latency.py [--only kernels,alone,publish,round_trip,deepep,deepep_round_trip] [--json FILE]
 
 Each part prints one JSON object, with the device, the versions and the commit. ``scripts/gpu-check`` runs all of it
 beside the tests.
@@ -16,7 +16,8 @@ beside the tests.
 - ``round_trip``: two ranks, 128 tokens, windows on the device and in host memory: microseconds per replay. Without MPS
   (``machine.mps``) kernels of two processes take turns of milliseconds on one device: these are then upper bounds for a
   rank that has a device of its own.
-- ``deepep``: the dispatch of ``kernels`` by DeepEP where its package is installed; otherwise which call failed.
+- ``deepep``: what ``kernels`` and ``alone`` measure, and ``deepep_round_trip`` what ``round_trip`` does, by DeepEP
+  where its package is installed; otherwise which call failed. Each of its operations is one kernel.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.gpu_frame import beside_deepep, import_deepep, reached, run_parts, share_the_cores
+from benchmarks.gpu_frame import beside_deepep, deepep_group, import_deepep, reached, run_parts, share_the_cores
 
 HIDDEN, TOPK = 7168, 8
 #: Local experts of the one rank: enough for top-8, few enough for the worst case of 4,096 tokens to fit (0.9 GiB).
 LOCAL_EXPERTS = 32
+#: Of several ranks together, as in DeepSeek-V3.
+EXPERTS = 256
 #: Cycles of the GPU's clock, some milliseconds: longer than the host takes to launch an operation.
 _HELD_UP = 5_000_000
 #: Of the speed of a copy; microseconds of a round trip, and from publishing to taking.
@@ -217,21 +220,20 @@ def round_trip(exchange: Any, overrides: dict[str, Any], tokens: int) -> dict[st
     from tests.support import gpu_bodies, ll_cases
 
     share_the_cores(exchange.size)
-    experts = 256
     case = ll_cases.Case(
-        ranks=exchange.size, tokens=tokens, counts=(tokens,), hidden=HIDDEN, experts=experts, topk=TOPK, fp8=True
+        ranks=exchange.size, tokens=tokens, counts=(tokens,), hidden=HIDDEN, experts=EXPERTS, topk=TOPK, fp8=True
     )
     buffer = gpu_bodies.opened(exchange, overrides)
     gpu_bodies.run_case(buffer, torch.device("cuda"), exchange.rank, case)
     given = case.inputs()[exchange.rank]
     x, ids, weights = given.x.cuda(), given.topk_idx.cuda(), given.topk_weights.cuda()
-    local = experts // exchange.size
+    local = EXPERTS // exchange.size
     y = one_row_each(local)[:, None].expand(-1, exchange.size * tokens, -1).contiguous()
     out = torch.empty_like(x)
 
     def step() -> None:
         _, _, handle, _, hook = buffer.low_latency_dispatch(
-            x, ids, tokens, experts, topk_weights=weights, return_recv_hook=True
+            x, ids, tokens, EXPERTS, topk_weights=weights, return_recv_hook=True
         )
         assert hook is not None
         hook()
@@ -297,33 +299,62 @@ def publish(exchange: Any, calls: int) -> dict[str, Any]:
 
 
 def deepep(exchange: Any, tokens: int, directory: str) -> dict[str, Any]:
-    """DeepEP's low-latency dispatch of a rank alone, or the call that failed."""
+    """DeepEP's dispatch and combine of ``tokens`` tokens, checked: times of its kernels where a rank is alone, and per
+    replay. Or the call that failed."""
     import torch
     import torch.distributed as dist
 
-    rank = exchange.rank
+    from uccl_ep_serving.oracle import calc_diff, dequantise_fp8
+
+    rank, ranks = exchange.rank, exchange.size
+    local = LOCAL_EXPERTS if ranks == 1 else EXPERTS // ranks
+    found: dict[str, Any] = {"rank": rank, "ranks": ranks, "tokens": tokens}
     stage = reached(directory, rank, "import deep_ep")
     try:
         deep_ep = import_deepep()
-
         stage = reached(directory, rank, "init_process_group")
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        group = deepep_group(exchange)
         stage = reached(directory, rank, "get_low_latency_rdma_size_hint")
-        nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(tokens, HIDDEN, 1, LOCAL_EXPERTS)
+        nbytes = deep_ep.Buffer.get_low_latency_rdma_size_hint(tokens, HIDDEN, ranks, ranks * local)
         stage = reached(directory, rank, "Buffer")
         buffer = deep_ep.Buffer(
-            dist.group.WORLD, 0, nbytes, low_latency_mode=True, num_qps_per_rank=LOCAL_EXPERTS, explicitly_destroy=True
+            group, 0, nbytes, low_latency_mode=True, num_qps_per_rank=local, explicitly_destroy=True
         )
-        stage = reached(directory, rank, "low_latency_dispatch")
+        torch.manual_seed(rank)
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-        ids = torch.rand(tokens, LOCAL_EXPERTS, device="cuda").topk(TOPK, dim=1).indices
-        times = kernel_times(
-            lambda: buffer.low_latency_dispatch(x, ids, tokens, LOCAL_EXPERTS, use_fp8=True),
-            ("void deep_ep::",),
-        )
-        return {"tokens": tokens, "microseconds": times}
+        ids = torch.rand(tokens, ranks * local, device="cuda").topk(TOPK, dim=1).indices
+        weights = torch.rand(tokens, TOPK, device="cuda")
+        y = torch.zeros(local, ranks * tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty_like(x)
+
+        def step() -> Any:
+            rows, count, handle, _, _ = buffer.low_latency_dispatch(x, ids, tokens, ranks * local, use_fp8=True)
+            buffer.low_latency_combine(y, ids, weights, handle, out=out)
+            return rows, count, handle
+
+        stage = reached(directory, rank, "low_latency_dispatch and low_latency_combine")
+        rows, count, handle = step()
+        for expert, number in enumerate(count.tolist()):
+            y[expert, :number] = dequantise_fp8(rows[0][expert, :number], rows[1][expert, :number])
+        buffer.low_latency_combine(y, ids, weights, handle, out=out)
+        difference = calc_diff(out, x.double() * weights.double().sum(dim=1, keepdim=True))
+        assert difference < 9e-4, difference
+        y.copy_(one_row_each(local)[:, None])
+        if ranks == 1:
+            stage = reached(directory, rank, "timing of kernels")
+            names = ("dispatch", "combine")
+            prefix = "void deep_ep::internode_ll::"
+            times = kernel_times(step, tuple(prefix + name for name in names))
+            found["microseconds"] = {name: times[prefix + name] for name in names}
+        stage = reached(directory, rank, "timing of replays")
+        found["replay_us"] = replay_microseconds(step)
+        buffer.destroy()
+        return found
     except Exception as error:
-        return {"tokens": tokens, "failed": stage, "error": f"{type(error).__name__}: {error}"[:400]}
+        return {**found, "failed": stage, "error": f"{type(error).__name__}: {error}"[:400]}
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def parts(pool: Any, _options: argparse.Namespace) -> dict[str, Callable[[], list[Any]]]:
@@ -338,12 +369,13 @@ def parts(pool: Any, _options: argparse.Namespace) -> dict[str, Callable[[], lis
             for one in pool.run(2, round_trip, {"window": window}, 128, timeout=120)
         ],
         "deepep": lambda: beside_deepep(pool, 1, deepep, 128),
+        "deepep_round_trip": lambda: beside_deepep(pool, 2, deepep, 128),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    run_parts(parser, ("kernels", "alone", "publish", "round_trip", "deepep"), parts)
+    run_parts(parser, ("kernels", "alone", "publish", "round_trip", "deepep", "deepep_round_trip"), parts)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.gpu_frame import (
     beside_deepep,
+    deepep_group,
     import_deepep,
     interpreted,
     reached,
@@ -185,12 +186,10 @@ def deepep(exchange: Any, shape: Shape, directory: str) -> dict[str, Any]:
         deep_ep = import_deepep()
 
         stage = reached(directory, rank, "init_process_group")
-        torch.cuda.set_device(0)
-        store = dist.PrefixStore("deepep", exchange._store)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=exchange.size)
+        group = deepep_group(exchange)
         stage = reached(directory, rank, "Buffer")
         deep_ep.Buffer.set_num_sms(24)
-        buffer = deep_ep.Buffer(dist.group.WORLD, 1 << 30, 0, explicitly_destroy=True)
+        buffer = deep_ep.Buffer(group, 1 << 30, 0, explicitly_destroy=True)
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(shape.tokens, shape.hidden, generator=generator).bfloat16().cuda()
         ids = torch.rand(shape.tokens, EXPERTS, generator=generator).topk(TOPK, dim=1).indices.cuda()

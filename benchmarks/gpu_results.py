@@ -158,7 +158,7 @@ def main() -> None:
     from uccl_ep_serving.bench.machine import describe
 
     logs, target = map(Path, sys.argv[1:])
-    commit = describe()["commit"] or os.environ.get("COMMIT", "")
+    commit = os.environ.get("COMMIT") or describe()["commit"]
     stamp = {"commit": commit, "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     before = json.loads(target.read_text()) if target.exists() else {}
     found = merged(before, logs, os.environ.get("MPS") == "1", stamp)
