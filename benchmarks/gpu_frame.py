@@ -23,6 +23,7 @@ __all__ = [
     "ROOT",
     "beside_deepep",
     "deepep_group",
+    "has_mps",
     "import_deepep",
     "interpreted",
     "machine",
@@ -105,6 +106,11 @@ def beside_deepep(pool: Any, ranks: int, body: Callable[..., Any], *arguments: A
             return [{"rank": int(rank), "failed": call, "error": str(error)[-400:]} for rank, call in calls.items()]
 
 
+def has_mps() -> bool:
+    """Whether kernels of several processes run at the same time. Without it they take turns of milliseconds."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
+
+
 def machine() -> dict[str, Any]:
     """What figures were measured on."""
     import torch
@@ -123,8 +129,7 @@ def machine() -> dict[str, Any]:
         "device": properties.name,
         "multiprocessors": properties.multi_processor_count,
         "cuda": torch.version.cuda or torch.version.hip,
-        # without it kernels of two processes take turns on the device
-        "mps": Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists(),
+        "mps": has_mps(),
     }
 
 

@@ -97,16 +97,29 @@ def _low_latency(found: Mapping[str, Any]) -> Iterator[str]:
             )
             yield f"| `{name}` |" + "".join(row)
         yield "| together |" + "".join(f" {one['microseconds_together']:.0f} | | |" for one in sizes)
+        for beside in (one for one in found.get("deepep", ()) if "microseconds" in one):
+            for name, took in beside["microseconds"].items():
+                cells = (f" {took:.1f} |" if one["tokens"] == beside["tokens"] else " |" for one in sizes)
+                yield f"| DeepEP's `{name}` |" + "".join(cell + " | |" for cell in cells)
     rows = [(f"{one['tokens']} tokens, a rank alone", one["replay_us"]) for one in found.get("alone", ())]
+    rows += [
+        (f"{one['tokens']} tokens, a rank alone, DeepEP", one["replay_us"])
+        for one in found.get("deepep", ())
+        if "replay_us" in one
+    ]
     for words, measured in (("", found), (", MPS", found.get("with_mps", {}))):
-        rows += [
-            (
-                f"{one['tokens']} tokens, rank {one['rank']} of {one['ranks']}, {one['window']} windows{words}",
-                one["replay_us"],
-            )
-            for one in measured.get("round_trip", ())
-            if "replay_us" in one
-        ]
+        for part, whose in (("round_trip", ""), ("deepep_round_trip", ", DeepEP")):
+            rows += [
+                (
+                    f"{one['tokens']} tokens, rank {one['rank']} of {one['ranks']}"
+                    + (f", {one['window']} windows" if "window" in one else "")
+                    + whose
+                    + words,
+                    one["replay_us"],
+                )
+                for one in measured.get(part, ())
+                if "replay_us" in one
+            ]
     rows += [
         (f"from a command to its proxy, rank {one['rank']}", one["publish_to_pop_us"])
         for one in found.get("publish", ())
@@ -117,21 +130,39 @@ def _low_latency(found: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"| {name} | {one['median']:.1f} | {one['p10']:.1f} - {one['p90']:.1f} |" for name, one in rows)
 
 
+#: Columns of a row of :func:`_normal`, those that it has.
+_STEPS = ("first_dispatch", "dispatch", "combine")
+
+
+def _moved(one: Mapping[str, Any]) -> str:
+    """Cells of what a rank's rows took."""
+    cells = (one.get(name) for name in _STEPS)
+    return "".join(
+        f" {cell['microseconds']['median']:.0f} | {cell['gb_per_s']['median']:.0f} |" if cell else " | |"
+        for cell in cells
+    )
+
+
 def _normal(found: Mapping[str, Any]) -> Iterator[str]:
-    """A table of ``gpu_normal.py``, of a rank alone: two ranks on one GPU take turns on it."""
+    """Tables of ``gpu_normal.py``: a rank alone, and two ranks while MPS runs; without it they take turns."""
+    titles = "".join(f" {name.replace('_', ' ')}: us | GB/s |" for name in _STEPS)
     rows = [one for one in found.get("normal_alone", ()) if "dispatch" in one]
-    if not rows:
-        return
-    names = ("first_dispatch", "dispatch", "combine")
-    titles = "".join(f" {name.replace('_', ' ')}: us | GB/s |" for name in names)
-    yield f"\n| {rows[0]['tokens']} x {rows[0]['hidden']}, a rank alone | programs |{titles} a copy: GB/s |"
-    yield "|---|---:|" + "---:|" * (2 * len(names) + 1)
-    for one in rows:
-        cells = "".join(
-            f" {one[name]['microseconds']['median']:.0f} | {one[name]['gb_per_s']['median']:.0f} |" for name in names
-        )
-        copied = one["dispatch"]["copy_gb_per_s"]["median"]
-        yield f"| {one['format']}, {one['copy']} | {one['programs_allowed']} |{cells} {copied:.0f} |"
+    if rows:
+        yield f"\n| {rows[0]['tokens']} x {rows[0]['hidden']}, a rank alone | programs |{titles} a copy: GB/s |"
+        yield "|---|---:|" + "---:|" * (2 * len(_STEPS) + 1)
+        for one in rows:
+            copied = one["dispatch"]["copy_gb_per_s"]["median"]
+            yield f"| {one['format']}, {one['copy']} | {one['programs_allowed']} |{_moved(one)} {copied:.0f} |"
+    beside = found.get("with_mps", {})
+    rows = [one for one in beside.get("normal_exchange", ()) if "dispatch" in one]
+    if rows:
+        yield f"\n| {rows[0]['tokens']} x {rows[0]['hidden']}, two ranks, MPS | programs |{titles}"
+        yield "|---|---:|" + "---:|" * (2 * len(_STEPS))
+        for one in rows:
+            yield f"| {one['format']}, {one['copy']}, rank {one['rank']} | {one['programs_allowed']} |{_moved(one)}"
+        for one in beside.get("normal_deepep", ()):
+            if "dispatch" in one:
+                yield f"| bf16, DeepEP, rank {one['rank']} | {one['programs']} |{_moved(one)}"
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -148,6 +179,11 @@ def markdown(found: Mapping[str, Any]) -> str:
             said = f"{sum(part['passed'] for part in one['parts'])} of {len(one['parts'])} passed"
         elif name in ("memcheck", "racecheck"):
             said = one
+        elif name == "soak":
+            steps = {
+                path: [rank["steps"] for rank in one[path]] for path in ("ipc", "shm") if isinstance(one[path], list)
+            }
+            said = "; ".join(f"{path}: {'+'.join(map(str, counts))} operations" for path, counts in steps.items())
         else:
             continue
         lines.append(f"| {name} | {said} | {stamp['commit']} |")
