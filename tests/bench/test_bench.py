@@ -471,6 +471,7 @@ class TestRuns:
         assert found["wire"]["direct"]["dispatch"] == {"messages": 0, "writes": 0, "nbytes": 0}
         assert "### tiny" in bench_report.markdown(found)
 
+    @pytest.mark.long
     def test_under_torchrun(self) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
         command += ["--master-port", str(free_port()), sys.executable, "-P", "-m", "uccl_ep_serving.cli.main", "bench"]

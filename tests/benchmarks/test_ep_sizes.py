@@ -30,7 +30,8 @@ def test_targets_find_their_values() -> None:
     assert None not in [one.measured({"ep_sizes": RESULT}) for one in targets]
 
 
-@pytest.mark.parametrize("mode", [ep_sizes.MODES[1], pytest.param(ep_sizes.MODES[0], marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ep_sizes.MODES)
 def test_memory_of_a_rank_is_part_of_its_window(mode: str) -> None:
     found = ep_sizes._memory(mode, 2)
     assert 0 < found["grown"] < found["window"]

@@ -15,6 +15,7 @@ OPERATIONS = {"low-latency dispatch": "dispatch_recv", "low-latency combine": "c
 ORDER = "streams and events of an operation"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(build.LACKING), reason=build.LACKING)
 def test_a_launch_at_once_takes_a_part_of_tritons_own_way() -> None:

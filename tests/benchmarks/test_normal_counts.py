@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.model
 def test_bulk_copies_of_a_group() -> None:
     found = normal_counts.execute_here(2, 8, "tma")
     assert {"copy_dispatch", "copy_combine", "open_rows"} <= set(found)

@@ -39,7 +39,8 @@ def test_each_command_has_a_target_and_ends_as_it_should(
         starts.commands(1)
 
 
-@pytest.mark.parametrize(("mode", "ranks"), [("normal", 1), pytest.param("low-latency", 2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("mode", "ranks"), [("normal", 1), ("low-latency", 2)])
 def test_a_first_buffer_is_measured_from_inside_and_checked(mode: str, ranks: int) -> None:
     found = starts.start_buffer(mode, ranks)
     assert 0 < found["buffer"] < found["operation"] < found["whole"]

@@ -520,6 +520,7 @@ class TestCommand:
         with pytest.raises(ConfigError, match="holds another comparison"):
             _next_start(plan("uccl_ep", "mpi"), tmp_path, contextlib.ExitStack())
 
+    @pytest.mark.long
     def test_an_interrupted_comparison_is_finished_by_ranks(self, tmp_path: Path) -> None:
         one = plan("uccl_ep", "uccl_ep:tcp", "gloo")
         with open_directory(tmp_path, one, describe()):

@@ -292,6 +292,7 @@ class TestTheCommand:
         assert "none: " in page
         assert "uccl_ep_dispatch_send" in page
 
+    @pytest.mark.long
     def test_an_interrupted_one_goes_on_and_tries_nobody_in_vain_again(
         self, fake: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

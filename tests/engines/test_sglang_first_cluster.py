@@ -10,7 +10,7 @@ import pytest
 from tests.engines.launch_lines import table_lines
 from tests.engines.test_sglang_examples import engine_parse
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 def test_sglang_takes_every_line(in_engine: Callable[..., Any]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
 
+from tests.support.combinations import diagonal
 from tests.support.direct_ranks import DirectGroup
 from tests.support.normal_cases import (
     Case,
@@ -33,7 +33,7 @@ def uneven(ranks: int, most: int = 90) -> tuple[int, ...]:
     return tuple(0 if rank == 1 else most - 11 * rank for rank in range(ranks))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.combinations)])
 def test_every_dtype_comes_through_bit_by_bit(ranks: int):
     group = DirectGroup(ranks)
     cases = [
@@ -52,7 +52,7 @@ def test_every_dtype_comes_through_bit_by_bit(ranks: int):
 
 @pytest.mark.parametrize(
     ("dtype", "cached", "asynchronous", "alignment"),
-    list(itertools.product(DTYPES, (False, True), (False, True), (1, 128))),
+    diagonal(DTYPES, (False, True), (False, True), (1, 128)),
 )
 def test_matrix(dtype: torch.dtype, cached: bool, asynchronous: bool, alignment: int):
     inputs = Case((50, 0, 71), experts=12, dtype=dtype, seed=5).inputs()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.combinations import diagonal
 from tests.support.direct_ranks import DirectGroup
 from tests.support.fake_ranks import FakeGroup
 from tests.support.normal_cases import Case, check, round_trip
@@ -87,9 +88,9 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("heap", [64 << 20, 0], ids=["in place", "rounds"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("dtype", "heap", "ranks"), diagonal([torch.bfloat16, torch.float8_e4m3fn], [64 << 20, 0], [1, 2, 4])
+)
 def test_normal_mode_past_the_caches(
     monkeypatch: pytest.MonkeyPatch, placed: list[tuple[int, int]], dtype: torch.dtype, heap: int, ranks: int
 ) -> None:

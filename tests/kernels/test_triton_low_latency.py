@@ -142,11 +142,11 @@ def test_a_launch_that_failed_is_named_by_what_follows(interpreted: Ranks, phase
 @pytest.mark.parametrize(
     ("mode", "path"),
     [
-        ("low latency", "mapped"),
         ("modes", "mapped"),
         *(
             pytest.param(mode, path, marks=pytest.mark.interpreter)
             for mode, path in (
+                ("low latency", "mapped"),
                 ("modes", "shm"),
                 ("shapes", "mapped"),
                 ("normal", "mapped"),

@@ -166,6 +166,7 @@ def test_a_graph_of_windows_that_are_gone_does_nothing_and_must_be_captured_agai
     interpreted.run(1, bodies.replay_in_windows_that_are_gone, PATHS["mapped"], timeout=300)
 
 
+@pytest.mark.interpreter
 def test_the_number_of_programs_can_be_set(interpreted: Ranks) -> None:
     """As many as there are channels, as the caller allows, and as is set; a handle keeps those of its dispatch."""
     assert interpreted.run(2, bodies.programs, PATHS["mapped"], timeout=300) == [[3, 2, 1]] * 2

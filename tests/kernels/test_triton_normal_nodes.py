@@ -46,6 +46,7 @@ def interpreted() -> Iterator[Ranks]:
     pool.close()
 
 
+@pytest.mark.interpreter
 def test_a_small_dispatch(interpreted: Ranks) -> None:
     assert interpreted.run(4, bodies.against_the_oracle, NODES, [SMALL], timeout=300) == [1] * 4
 

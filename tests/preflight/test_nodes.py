@@ -57,6 +57,7 @@ def test_one_node_tries_each_way() -> None:
     assert shm.endswith("of a plain copy")
 
 
+@pytest.mark.long
 def test_a_firewall_and_a_name_on_loopback_are_told_by_node() -> None:
     """This machine's name is on loopback or unknown in a namespace, and no route leaves that."""
     ports = {"UCCL_EP_PORT_RANGE": f"{PORT}-{PORT + 20}"}

@@ -443,6 +443,7 @@ def test_rule(rule: str) -> None:
     SCENARIOS[rule](loop.step)
 
 
+@pytest.mark.mutants
 @pytest.mark.parametrize("rule", SCENARIOS)
 def test_the_scenario_fails_without_its_rule(rule: str, mutants: Mutants) -> None:
     SCENARIOS[rule](mutants.step)

@@ -254,6 +254,7 @@ class TransportContract:
             assert write.arrivals >= 1
             assert (group.windows[1] == 7).all()
 
+    @pytest.mark.long
     def test_the_largest_write(self, open_group: OpenGroup) -> None:
         """``max_write`` bytes, or the 256 MiB that the command can name."""
         with open_group(2, 4096) as group:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.namespaces import Namespaces, run, two_namespaces
 
 BODY = """
@@ -32,6 +34,7 @@ print(json.dumps({**stats, "address": buffer.runtime._mesh.address, "ends": ends
 """
 
 
+@pytest.mark.long
 def test_ranks_in_different_namespaces_meet_over_tcp(tmp_path: Path) -> None:
     with two_namespaces() as namespaces:
         for name in namespaces.names:

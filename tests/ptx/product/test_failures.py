@@ -153,7 +153,7 @@ def test_the_host_ends_a_wait_soon(memory: str, path: str) -> None:
     assert isinstance(ended.again, PeerLost)
 
 
-@pytest.mark.parametrize("memory", trials.MEMORIES)
+@pytest.mark.parametrize("memory", ["sequential", pytest.param("weak", marks=pytest.mark.model)])
 def test_a_program_that_has_failed_moves_nothing(memory: str) -> None:
     """Nor do some of its lanes, when what it waited for comes then: another program tells it late."""
 
