@@ -26,6 +26,7 @@ __all__ = [
     "has_mps",
     "import_deepep",
     "interpreted",
+    "kernel_times",
     "machine",
     "reached",
     "run_parts",
@@ -53,6 +54,34 @@ def seconds_of(step: Callable[[], Any]) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3
+
+
+def kernel_times(step: Callable[[], Any], names: tuple[str, ...], calls: int = 30) -> dict[str, float]:
+    """Median microseconds on the device of each kernel whose name begins with one of ``names``."""
+    import statistics
+
+    import torch
+    from torch.autograd import DeviceType
+
+    for _ in range(5):
+        step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            step()
+        torch.cuda.synchronize()
+    samples: dict[str, list[float]] = {}
+    seen = set()
+    for event in profile.events():
+        if event.device_type == DeviceType.CPU:
+            continue
+        seen.add(event.name)
+        for name in names:
+            if event.name.startswith(name):
+                samples.setdefault(name, []).append(event.time_range.elapsed_us())
+    missing = sorted(set(names) - set(samples))
+    assert not missing, f"the profiler has not seen {missing}, but {sorted(seen)[:40]}"
+    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def share_the_cores(ranks: int) -> None:

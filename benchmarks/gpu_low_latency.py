@@ -28,7 +28,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.gpu_frame import beside_deepep, deepep_group, import_deepep, reached, run_parts, share_the_cores
+from benchmarks.gpu_frame import (
+    beside_deepep,
+    deepep_group,
+    import_deepep,
+    kernel_times,
+    reached,
+    run_parts,
+    share_the_cores,
+)
 
 HIDDEN, TOPK = 7168, 8
 #: Local experts of the one rank: enough for top-8, few enough for the worst case of 4,096 tokens to fit (0.9 GiB).
@@ -39,34 +47,6 @@ EXPERTS = 256
 _HELD_UP = 5_000_000
 #: Of the speed of a copy; microseconds of a round trip, and from publishing to taking.
 COPY_TARGET, ROUND_TRIP_TARGET, PUBLISH_TARGET = 0.8, 40.0, 5.0
-
-
-def kernel_times(step: Callable[[], Any], names: tuple[str, ...], calls: int = 30) -> dict[str, float]:
-    """Median microseconds on the device of each kernel whose name begins with one of ``names``."""
-    import statistics
-
-    import torch
-    from torch.autograd import DeviceType
-
-    for _ in range(5):
-        step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(calls):
-            step()
-        torch.cuda.synchronize()
-    samples: dict[str, list[float]] = {}
-    seen = set()
-    for event in profile.events():
-        if event.device_type == DeviceType.CPU:
-            continue
-        seen.add(event.name)
-        for name in names:
-            if event.name.startswith(name):
-                samples.setdefault(name, []).append(event.time_range.elapsed_us())
-    missing = sorted(set(names) - set(samples))
-    assert not missing, f"the profiler has not seen {missing}, but {sorted(seen)[:40]}"
-    return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def copy_microseconds(nbytes: int) -> float:

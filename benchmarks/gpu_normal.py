@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Normal mode on one GPU: checked, then timed, beside a plain copy of the same bytes. Ranks are processes on it.
 
-    benchmarks/gpu_normal.py [--only normal_alone,normal_exchange,normal_deepep] [--programs 4,8,16]
-                             [--copies triton,tma] [--json FILE]
+    benchmarks/gpu_normal.py [--only normal_alone,normal_exchange,normal_first,normal_deepep]
+                             [--programs 4,8,16] [--copies triton,tma] [--json FILE]
 
 Each part prints one JSON object. ``scripts/gpu-check`` runs all of it beside the tests. With ``--interpreter`` and a
 small shape it runs everywhere, and its times mean nothing.
@@ -12,6 +12,8 @@ small shape it runs everywhere, and its times mean nothing.
   dispatch whose size the host reads back, one from a handle, a combine; GB/s of received rows, and the share of what a
   copy of the same bytes reaches in the same round. Target: 70% with 16 programs or fewer. Two processes on one device
   take turns unless MPS runs (``machine.mps``), the copies beside them too.
+- ``normal_first``: where the time of a dispatch goes whose size the host reads back, of one rank and of two, BF16 and
+  most programs: microseconds of each step of the host, and of each kernel by the profiler.
 - ``normal_deepep``: the same two ranks by DeepEP's kernels inside a node, where its package loads; else which call
   failed.
 """
@@ -23,6 +25,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from benchmarks import gpu_first_dispatch
 from benchmarks.gpu_frame import (
     beside_deepep,
     deepep_group,
@@ -176,6 +179,15 @@ def measured(exchange: Any, shape: Shape, form: str, copy: str) -> list[dict[str
     return found
 
 
+def first_steps(exchange: Any, shape: Shape) -> dict[str, Any]:
+    """Where the time of a first dispatch goes, BF16, with the most programs."""
+    from tests.support import normal_cases
+
+    case = normal_cases.Case((shape.tokens,) * exchange.size, hidden=shape.hidden, experts=EXPERTS, topk=TOPK, lost=0.0)
+    buffer = opened(exchange, shape, "triton")
+    return gpu_first_dispatch.measured(exchange, buffer, case, max(shape.programs), shape.rounds * shape.calls)
+
+
 def deepep(exchange: Any, shape: Shape, programs: int, directory: str) -> dict[str, Any]:
     """The steps of :func:`measured` by DeepEP inside a node, BF16, or the call that failed."""
     import torch
@@ -249,6 +261,7 @@ def parts(pool: Any, options: argparse.Namespace) -> dict[str, Callable[[], list
     return {
         "normal_alone": lambda: each(1),
         "normal_exchange": lambda: each(2),
+        "normal_first": lambda: [one for ranks in (1, 2) for one in pool.run(ranks, first_steps, shape, timeout=limit)],
         "normal_deepep": lambda: [
             one for programs in DEEPEP_PROGRAMS for one in beside_deepep(pool, 2, deepep, shape, programs)
         ],
@@ -265,7 +278,7 @@ def main() -> None:
     parser.add_argument("--copies", default="triton", help="what moves rows, comma-separated: triton, tma")
     parser.add_argument("--formats", default=",".join(FORMATS), help="of rows, comma-separated")
     parser.add_argument("--interpreter", action="store_true", help="in Triton's interpreter, on CPU tensors")
-    run_parts(parser, ("normal_alone", "normal_exchange", "normal_deepep"), parts)
+    run_parts(parser, ("normal_alone", "normal_exchange", "normal_first", "normal_deepep"), parts)
 
 
 if __name__ == "__main__":

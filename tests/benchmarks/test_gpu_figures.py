@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_frame, gpu_normal
+from benchmarks import gpu_first_dispatch, gpu_frame, gpu_normal
 from tests.support.combinations import first_of
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,9 @@ def test_without_a_gpu_it_says_so(script: str) -> None:
 def test_a_part_that_does_not_exist_is_refused() -> None:
     shown = run("gpu_normal.py", "--only", "normal_alone,nothing")
     assert shown.returncode == 2
-    assert "no part is named nothing; there are normal_alone, normal_exchange, normal_deepep" in shown.stderr
+    assert (
+        "no part is named nothing; there are normal_alone, normal_exchange, normal_first, normal_deepep" in shown.stderr
+    )
 
 
 class DyingPool:
@@ -101,5 +103,8 @@ def test_normal_mode_is_measured_to_the_end_in_the_interpreter(tmp_path: Path) -
             # top-8 of 64 experts: three tokens of every rank go everywhere
             assert one["received_rows"] == 3 * ranks
             assert all(one[step]["gb_per_s"]["median"] > 0 for step in ("dispatch", "first_dispatch", "combine"))
+    for one in found["normal_first"]:
+        assert all(one["host_us"][step]["median"] > 0 for step in gpu_first_dispatch.STEPS)
+    assert [one["rank"] for one in found["normal_first"]] == [0, 0, 1]
     if importlib.util.find_spec("deep_ep") is None:
-        assert [one["failed"] for one in found["normal_deepep"]] == ["import deep_ep"] * 2
+        assert [one["failed"] for one in found["normal_deepep"]] == ["import deep_ep"] * 4
