@@ -21,8 +21,8 @@ _WARM = 3
 
 
 def measured(exchange: Any, buffer: Any, case: Any, programs: int, calls: int) -> dict[str, Any]:
-    """Microseconds of a step of the host and, on a GPU, of a kernel, of one rank; its rows were checked before. Ends the
-    Buffer."""
+    """Microseconds of a step of the host and, on a GPU, of a kernel, of one rank, whose rows were checked before. Ends
+    the Buffer."""
     import torch
 
     from tests.support import normal_cases
