@@ -69,9 +69,11 @@ def opened(exchange: Any, shape: Shape, copy: str) -> Any:
     return gpu_bodies.opened(exchange, overrides)
 
 
-def on_device(tensor: Any) -> Any:
-    """``tensor`` where kernels work on it."""
-    return tensor if interpreted() else tensor.cuda()
+def device() -> Any:
+    """Where kernels work."""
+    import torch
+
+    return torch.device("cpu" if interpreted() else "cuda")
 
 
 def together(exchange: Any, steps: dict[str, Callable[[], Any]], shape: Shape) -> dict[str, list[float]]:
@@ -106,11 +108,19 @@ def figures(samples: dict[str, list[float]], nbytes: dict[str, int]) -> dict[str
     return found
 
 
+def first_dispatch(buffer: Any, given: Any, rank: int, config: Any) -> Callable[[], Any]:
+    """A dispatch of what ``rank`` is given, of a size that the host reads back; the layout is counted here."""
+    ids, weights = given.topk_idx[rank], given.topk_weights[rank]
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
+    layout = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
+    return lambda: buffer.dispatch(given.rows(rank), topk_idx=ids, topk_weights=weights, config=config, **layout)
+
+
 def measured(exchange: Any, shape: Shape, form: str, copy: str) -> list[dict[str, Any]]:
     """Figures of one rank for each number of programs, after its data was verified against the oracle."""
     import torch
 
-    from tests.support import normal_cases
+    from tests.support import gpu_bodies, normal_cases
     from uccl_ep_serving.buffer import Config
 
     share_the_cores(exchange.size)
@@ -124,35 +134,19 @@ def measured(exchange: Any, shape: Shape, form: str, copy: str) -> list[dict[str
         dtype=torch.float8_e4m3fn if quantised else torch.bfloat16,
     )
     buffer, rank, inputs = opened(exchange, shape, copy), exchange.rank, case.inputs()
-    x, scales, ids, weights = (
-        on_device(one[rank]) for one in (inputs.x, inputs.scales, inputs.topk_idx, inputs.topk_weights)
-    )
-    rows = (x, scales) if quantised else x
-    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
-    given = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
     found = []
     for programs in shape.programs:
         config = Config(num_sms=programs)
-
-        def first(config: Config = config) -> Any:
-            return buffer.dispatch(rows, topk_idx=ids, topk_weights=weights, config=config, **given)
-
-        received, local_ids, local_weights, counts, handle, _ = first()
-        values = received[0] if quantised else received
+        given, outcome = gpu_bodies.checked_round_trip(buffer, device(), rank, inputs, config=config)
+        first = first_dispatch(buffer, given, rank, config)
+        rows, received, handle, values = given.rows(rank), outcome.received, outcome.handle, outcome.rows
         outputs = normal_cases.expert_outputs(values, rank)
-        combined, combined_weights, _ = buffer.combine(outputs, handle, topk_weights=local_weights, config=config)
-        back = tuple(one.cpu() for one in received) if quantised else received.cpu()
-        outcome = normal_cases.Outcome(
-            back, local_ids.cpu(), local_weights.cpu(), counts, handle, combined.cpu(), combined_weights.cpu()
-        )
-        normal_cases.check_rank(inputs, rank, outcome)
-
         nbytes = values.nbytes + (received[1].nbytes if quantised else 0)
         flat = torch.empty(max(nbytes, outputs.nbytes), dtype=torch.uint8, device=values.device)
         source = torch.empty_like(flat)
         steps = {
             "copy_dispatch": lambda n=nbytes, flat=flat, source=source: flat[:n].copy_(source[:n]),
-            "dispatch": lambda handle=handle, config=config: buffer.dispatch(rows, handle=handle, config=config),
+            "dispatch": lambda x=rows, handle=handle, config=config: buffer.dispatch(x, handle=handle, config=config),
             "first_dispatch": first,
             "copy_combine": lambda n=outputs.nbytes, flat=flat, source=source: flat[:n].copy_(source[:n]),
             "combine": lambda y=outputs, handle=handle, config=config: buffer.combine(y, handle, config=config),
@@ -180,12 +174,20 @@ def measured(exchange: Any, shape: Shape, form: str, copy: str) -> list[dict[str
 
 
 def first_steps(exchange: Any, shape: Shape) -> dict[str, Any]:
-    """Where the time of a first dispatch goes, BF16, with the most programs."""
-    from tests.support import normal_cases
+    """Where the time of a first dispatch goes, BF16, with the most programs, after its data was verified."""
+    from tests.support import gpu_bodies, normal_cases
+    from uccl_ep_serving.buffer import Config
+
+    share_the_cores(exchange.size)
 
     case = normal_cases.Case((shape.tokens,) * exchange.size, hidden=shape.hidden, experts=EXPERTS, topk=TOPK, lost=0.0)
     buffer = opened(exchange, shape, "triton")
-    return gpu_first_dispatch.measured(exchange, buffer, case, max(shape.programs), shape.rounds * shape.calls)
+    config = Config(num_sms=max(shape.programs))
+    given, _ = gpu_bodies.checked_round_trip(buffer, device(), exchange.rank, case.inputs(), config=config)
+    dispatch = first_dispatch(buffer, given, exchange.rank, config)
+    found = gpu_first_dispatch.measured(exchange, dispatch, shape.rounds * shape.calls)
+    buffer.destroy()
+    return {"rank": exchange.rank, "ranks": exchange.size, "programs_allowed": max(shape.programs), **found}
 
 
 def deepep(exchange: Any, shape: Shape, programs: int, directory: str) -> dict[str, Any]:

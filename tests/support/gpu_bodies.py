@@ -149,6 +149,17 @@ def _parts(received: Any) -> tuple[torch.Tensor, ...]:
     return received if isinstance(received, tuple) else (received,)
 
 
+def checked_round_trip(
+    buffer: Buffer, device: torch.device, rank: int, inputs: normal_cases.Inputs, *, worst: int = 0, **options: Any
+) -> tuple[normal_cases.Inputs, normal_cases.Outcome]:
+    """(``inputs`` on the device; what a rank got of them, verified against the oracle). ``worst`` and ``options`` go to
+    dispatch."""
+    there = _on_device(inputs, device)
+    outcome = normal_cases.round_trip(buffer, there, rank, num_worst_tokens=worst, **options)
+    normal_cases.check_rank(inputs, rank, _on_host(outcome), worst=worst)
+    return there, outcome
+
+
 def run_normal_case(
     buffer: Buffer, device: torch.device, rank: int, case: normal_cases.Case, worst: int, crossed: bool = False
 ) -> None:
@@ -159,10 +170,8 @@ def run_normal_case(
         crossed: rows cross once to a node.
     """
     inputs = case.inputs()
-    there = _on_device(inputs, device)
-    outcome = normal_cases.round_trip(buffer, there, rank, num_worst_tokens=worst)
+    there, outcome = checked_round_trip(buffer, device, rank, inputs, worst=worst)
     assert (outcome.handle.nodes is not None) == crossed
-    normal_cases.check_rank(inputs, rank, _on_host(outcome), worst=worst)
     rows = len(inputs.delivered()[rank].source)
     again, *_, handle, _ = buffer.dispatch(there.rows(rank), handle=outcome.handle)
     for cached, first in zip(_parts(again), _parts(outcome.received), strict=True):
