@@ -130,12 +130,12 @@ def _low_latency(found: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"| {name} | {one['median']:.1f} | {one['p10']:.1f} - {one['p90']:.1f} |" for name, one in rows)
 
 
-#: Columns of a row of :func:`_normal`, those that it has.
+#: Columns of :func:`_normal`.
 _STEPS = ("first_dispatch", "dispatch", "combine")
 
 
 def _moved(one: Mapping[str, Any]) -> str:
-    """Cells of what a rank's rows took."""
+    """Cells of what a rank's rows took, empty for a step that was not measured."""
     cells = (one.get(name) for name in _STEPS)
     return "".join(
         f" {cell['microseconds']['median']:.0f} | {cell['gb_per_s']['median']:.0f} |" if cell else " | |"
@@ -165,6 +165,11 @@ def _normal(found: Mapping[str, Any]) -> Iterator[str]:
                 yield f"| bf16, DeepEP, rank {one['rank']} | {one['programs']} |{_moved(one)}"
 
 
+def _soaked(found: Any) -> str:
+    """Of a path: operations of each rank, or that it failed."""
+    return "failed" if "failed" in found else f"{'+'.join(str(rank['steps']) for rank in found)} operations"
+
+
 def markdown(found: Mapping[str, Any]) -> str:
     """What has run, and tables of the figures."""
     machine = found["machine"]
@@ -180,10 +185,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         elif name in ("memcheck", "racecheck"):
             said = one
         elif name == "soak":
-            steps = {
-                path: [rank["steps"] for rank in one[path]] for path in ("ipc", "shm") if isinstance(one[path], list)
-            }
-            said = "; ".join(f"{path}: {'+'.join(map(str, counts))} operations" for path, counts in steps.items())
+            said = one.get("failed") or "; ".join(f"{path}: {_soaked(one[path])}" for path in ("ipc", "shm"))
         else:
             continue
         lines.append(f"| {name} | {said} | {stamp['commit']} |")

@@ -87,7 +87,7 @@ SUITES = [
     _quick("tests/benchmarks", "what `scripts/gpu-check` measures, on nothing"),
     _quick("tests/chaos", "faults of running groups, one of each quick kind; the judge of all"),
     _quick("tests/check", "`uccl-ep check --gpu` on a stub of the driver, its records, the gate of the engines"),
-    _quick("tests/preflight", "`uccl-ep check` on nodes: ways, NICs in memory, broken set-ups, a firewall"),
+    _quick("tests/preflight", "`uccl-ep check` on nodes: ways, NICs in memory, broken set-ups"),
     _quick("tests/cli", "`uccl-ep`: doctor, plan, top"),
     _quick("tests/compare", "`uccl-ep compare`: what its statistics claim, what it measures, keeps and says"),
     _quick("tests/control_plane", "meeting, links, failures and their causes"),
@@ -120,7 +120,10 @@ SUITES = [
     _target("test-model", "compiled kernels on the model machine: many seeds of every shape, faults in their PTX"),
     _target("test-driver", "launches and calls of cuda-bindings on a stub of the driver, in three versions each"),
     _target("test-triton", "the compile gate with three Tritons, slow kernels included"),
-    _target("test-long", "runs of hundreds of steps, wheels, the training example"),
+    _target(
+        "test-long",
+        "runs of hundreds of steps, wheels, the training example, largest writes, firewalls and network namespaces",
+    ),
     _target("test-engine", "real servers of SGLang and vLLM"),
 ]
 

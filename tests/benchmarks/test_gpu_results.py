@@ -82,3 +82,8 @@ def test_a_script_of_figures_that_failed_says_so_until_it_does_not(tmp_path: Pat
     found = gpu_results.merged(found, tmp_path, False, STAMP)
     assert "normal" not in found
     assert (found["alone"], found["normal_alone"]) == ([1], [2])
+
+
+def test_a_soak_says_what_each_rank_did_or_that_it_failed() -> None:
+    assert gpu_results._soaked([{"steps": 3}, {"steps": 4}]) == "3+4 operations"
+    assert gpu_results._soaked({"failed": "rank 1 raised PeerTimeout"}) == "failed"
