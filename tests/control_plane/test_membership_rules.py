@@ -120,6 +120,31 @@ def _stalls_are_not_others(modules: _Modules) -> None:
     assert _told(machine, 10.01) == {frozenset({0, 1})}
 
 
+def _losing_a_connection(modules: _Modules, words: str) -> Any:
+    """Rank 0 has promised a group without rank 1, which then closes its Buffer; why that one is lost."""
+    machine: Membership = modules["membership"].Membership(0, 3)
+    for step in range(10):
+        machine.advance(step * 0.05)
+    machine.observe(lambda report: report.grown(down={1}, causes={1: words}))
+    for step in range(10, 20):
+        _says(machine, 2, {0, 2})
+        machine.advance(step * 0.05)
+    machine.observe(lambda report: report.grown(dead={1}))
+    _says(machine, 2, {0, 2}, promised=True)
+    machine.advance(1.0)
+    assert machine.members == {0, 2}
+    return machine.lost[1]
+
+
+def _what_a_promise_was_given_for(modules: _Modules) -> None:
+    lost = _losing_a_connection(modules, "status 12")
+    assert (lost.loss.rule, lost.cause(1)) == ("unreachable", "status 12")
+
+
+def _what_a_connection_was_down_for(modules: _Modules) -> None:
+    assert _losing_a_connection(modules, "").loss.rule == "ended"
+
+
 def _passes_reports_on(modules: _Modules) -> None:
     machine: Membership = modules["membership"].Membership(0, 4)
     machine.observe(lambda report: report.grown(accused={3}))
@@ -182,6 +207,18 @@ _RULES = {
     ),
     "a report reaches who is cut off from its rank": _Rule(
         "membership", "(rank == self._rank or relay)", "rank == self._rank", _passes_reports_on
+    ),
+    "a rank that leaves since it is left out was not lost for that": _Rule(
+        "membership",
+        "self._reasons.get(group, {}).get(peer)",
+        "self._reasons.get(frozenset(), {}).get(peer)",
+        _what_a_promise_was_given_for,
+    ),
+    "the end of a process explains a connection that is down": _Rule(
+        "membership",
+        '(known.loss.rule != "unreachable" or known.cause(peer))',
+        "True",
+        _what_a_connection_was_down_for,
     ),
     "half of the ranks are not enough": _Rule(
         "verdict", "2 * votes > len(voters)", "3 * votes > len(voters)", _may_go_on(({3, 4}, set(), set(), False))

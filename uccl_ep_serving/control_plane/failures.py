@@ -174,7 +174,7 @@ class Liveness:
     def _words(self, peer: int, lost: LostRank) -> str:
         loss, by, report = lost
         rank = self._named(by)
-        cause = _cause(peer, lost)
+        cause = lost.cause(peer)
         if loss is None:
             return f"{rank} goes on without it"
         if loss.rule == "ended" and peer in self.departed:
@@ -241,7 +241,7 @@ class Liveness:
         where, how = f"{phase}, rank {self._rank}", self.how_gone(peer)
         wait = report.waits if report is not None else None
         channel = wait.channel if wait is not None and wait.peer == peer else -1
-        cause = _cause(peer, self.lost[peer])
+        cause = self.lost[peer].cause(peer)
         silent = loss is not None and loss.rule in ("silent", "unreachable") and not cause
         if silent and wait is not None and wait.peer == peer:
             counts = f": {wait.arrived} messages arrived, {wait.expected} expected" if wait.arrived >= 0 else ""
@@ -289,16 +289,6 @@ class Liveness:
         """``peer`` cannot take part, and ``why``, after "this rank"; what was agreed on then."""
         self.observe(lambda report: report.grown(accused={peer}, causes={peer: why}))
         return self.answer(phase)
-
-
-def _cause(peer: int, lost: LostRank) -> str:
-    """What the rank that saw it says of the loss of ``peer``, "" for nothing."""
-    loss, by, report = lost
-    if report is None:
-        return ""
-    if loss is not None and loss.rule == "unreachable" and by == peer:
-        return report.causes.get(min(report.down), "")
-    return report.causes.get(peer, "")
 
 
 def _add(report: Report, error: PeerError, departed: bool) -> Report:

@@ -55,6 +55,14 @@ class LostRank(NamedTuple):
     by: int
     report: Report | None
 
+    def cause(self, peer: int) -> str:
+        """What the rank that saw it says of the loss of ``peer``, "" for nothing."""
+        if self.report is None:
+            return ""
+        if self.loss is not None and self.loss.rule == "unreachable" and self.by == peer:
+            return self.report.causes.get(min(self.report.down), "")
+        return self.report.causes.get(peer, "")
+
 
 class Membership:
     """One rank's part in it.
@@ -90,6 +98,9 @@ class Membership:
         self._told: dict[int, Note] = {}
         #: By number and group, who has promised to go on with it, as far as this rank has heard.
         self._promises: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
+        #: By group that this rank has promised, why the others are left out. One that hears of the promise first closes
+        #: its Buffer, which is no cause of it.
+        self._reasons: dict[frozenset[int], dict[int, LostRank]] = {}
         #: Who is to be told of the present group: those that were members before, or that speak of an older one.
         self._behind: set[int] = set()
         #: Time in which this rank ran; when something failed; when each peer was heard, and told something, last.
@@ -193,6 +204,7 @@ class Membership:
                 return True
         early = self._now - self._since < _GRACE_SECONDS
         if not (early and any(loss.rule == "unreachable" for loss in lost.values())) and self._promise(proposal):
+            self._reasons[proposal] = {peer: self._lost_rank(loss) for peer, loss in lost.items()}
             return True
         if self._now - self._since > LIMIT_SECONDS:
             self._stop(proposal)
@@ -235,31 +247,40 @@ class Membership:
     def _agree(self, number: int, group: frozenset[int], lost: dict[int, Loss]) -> None:
         """``group`` goes on, under ``number``."""
         for peer in sorted(self.members - group):
-            loss = lost.get(peer)
-            self.lost[peer] = LostRank(loss, loss.by if loss else -1, self._reports.get(loss.by) if loss else None)
+            self.lost[peer] = self._reason(peer, group, lost) or LostRank(None, -1, None)
         self._begin_group(number, group)
+
+    def _reason(self, peer: int, group: frozenset[int], lost: dict[int, Loss]) -> LostRank | None:
+        """Why ``peer`` is no part of ``group``; None where this rank was only told."""
+        known = self._reasons.get(group, {}).get(peer)
+        # a connection that is down without a cause may be what was seen first of its end
+        if known is not None and known.loss is not None and (known.loss.rule != "unreachable" or known.cause(peer)):
+            return known
+        return self._lost_rank(lost[peer]) if peer in lost else None
+
+    def _lost_rank(self, loss: Loss) -> LostRank:
+        return LostRank(loss, loss.by, self._reports.get(loss.by))
 
     def _follow(self, by: int, note: Note) -> bool:
         """Rank ``by`` belongs to a later group; False when this rank does not."""
         if self._rank not in note.members:
             loss = find_lost(self.members, self._reports).get(self._rank)
             if loss is not None:
-                self.own_loss = LostRank(loss, loss.by, self._reports.get(loss.by))
+                self.own_loss = self._lost_rank(loss)
             self.stopped = f"ranks {sorted(note.members)} have gone on without it"
             self.stopped_by = by
             return False
         lost = find_lost(self.members, self._reports)
         for peer in sorted(self.members - note.members):
             told = LostRank(None, by, note.reports.get(by))
-            loss = lost.get(peer)
-            self.lost[peer] = LostRank(loss, loss.by, self._reports.get(loss.by)) if loss else told
+            self.lost[peer] = self._reason(peer, note.members, lost) or told
         self._begin_group(note.number, note.members)
         return True
 
     def _begin_group(self, number: int, group: frozenset[int]) -> None:
         self._behind |= self.members - {self._rank}
         self.number, self.members = number, group
-        self._reports, self._notes, self._heard = {}, {}, {}
+        self._reports, self._notes, self._heard, self._reasons = {}, {}, {}, {}
         self._promises = {one: given for one, given in self._promises.items() if one[0] > number}
         self._own = self._own.settled().among(group - {self._rank})
         if self._own.says_something:
