@@ -33,7 +33,7 @@ from uccl_ep_serving.gpu.interpreted_memory import InterpretedMemory
 from uccl_ep_serving.gpu.memory import CudaMemory
 from uccl_ep_serving.kernels.triton import launch as launch_module
 from uccl_ep_serving.kernels.triton.launch import Launch
-from uccl_ep_serving.modes.ahead import CODINGS, low_latency_launches
+from uccl_ep_serving.modes.ahead import low_latency_launches
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
 
 #: That the compile gate compiles for as well, so that Triton's cache serves both.
@@ -78,13 +78,13 @@ def told_apart(launch: Launch) -> Launch:
 
 
 def _unique(kind: str) -> list[Launch]:
-    """Those of a mode, each kernel and specialization once."""
+    """One of each kernel of a mode."""
     of_a_mode = {
-        "low_latency": lambda: low_latency_launches(PLAN, tuple(CODINGS)),
+        "low_latency": lambda: low_latency_launches(PLAN, ("fp8",)),
         "normal": lambda: filter(quickly_compiled, normal_launches()),
     }
     found = of_a_mode[kind]()
-    return list({(one.kernel.__name__, tuple(one.constants.items())): told_apart(one) for one in found}.values())
+    return [told_apart(one) for one in {one.kernel.__name__: one for one in found}.values()]
 
 
 @contextlib.contextmanager

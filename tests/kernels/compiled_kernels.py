@@ -58,9 +58,15 @@ def normal_launches() -> list[Launch]:
 
 
 def quickly_compiled(launch: Launch) -> bool:
-    """False for kernels between nodes and of cached dispatches, which hold what the others hold as well."""
-    kind = launch.constants.get("KIND", NormalNotify.OPERATION_DISPATCH)
-    return not launch.constants.get("NODES", False) and kind == NormalNotify.OPERATION_DISPATCH
+    """False for kernels that hold what the others hold as well: between nodes, of cached dispatches, and of low latency
+    dispatches in BF16 whose rows are summed before they return, and in FP8 whose rows are not."""
+    constants = launch.constants
+    kind = constants.get("KIND", NormalNotify.OPERATION_DISPATCH)
+    if launch.kernel.__name__ == "dispatch_send" and constants["REDUCED"] != (
+        constants["CODING"] == constants["SOURCE"]
+    ):
+        return False
+    return not constants.get("NODES", False) and kind == NormalNotify.OPERATION_DISPATCH
 
 
 def launches(names: frozenset[str]) -> list[Launch]:

@@ -77,6 +77,7 @@ class Agent:
             a copy overwrites what they have read.
         pending: strong reads that a later fence, or acquire of the same cell, completes to an acquire pattern.
         alone, warp: itself, and all of its warp.
+        joint: whose a store is by which all of the warp store one value in one place: it is one write, of each of them.
     """
 
     __slots__ = (
@@ -86,6 +87,7 @@ class Agent:
         "clock",
         "fenced",
         "fences",
+        "joint",
         "key",
         "over",
         "pending",
@@ -110,6 +112,7 @@ class Agent:
         self.over: Clock | None = None
         self.pending: list[tuple[Cell, Message]] = []
         self.warp = self.alone = Lanes((self,))
+        self.joint = self
 
     @property
     def name(self) -> str:
@@ -142,13 +145,21 @@ def heard(clock: Clock, agent: Agent, time: int) -> bool:
     )
 
 
+def warp_heard(clock: Clock, agent: Agent, time: int) -> bool:
+    """Whether who has ``clock`` knows of the accesses of ``time`` of ``agent``'s whole warp."""
+    get = clock.get
+    return (
+        get(agent.block_key, -1) >= time or get(agent.warp_key, -1) >= time or get(agent.rank_key, -1) >= agent.sequence
+    )
+
+
 def all_heard(agents: Sequence[Agent], agent: Agent, time: int) -> bool:
     """Whether all of ``agents`` do. Most have the same clock, as one object."""
     if time < 0:
         return True
     known: Clock | None = None
     for one in agents:
-        if one.clock is not known and one is not agent:
+        if one.clock is not known and one is not agent and one.joint is not agent:
             if not heard(one.clock, agent, time):
                 return False
             known = one.clock

@@ -108,8 +108,16 @@ class Cell:
     def append(self, message: Message) -> None:
         history = self.history
         history.append(message)
-        if len(history) > LONGEST and not history[0].mask & ~history[1].mask:
+        # halves of a cell are written in turn
+        if len(history) > LONGEST and not history[0].mask & ~(history[1].mask | history[2].mask):
             del history[0]
+
+    def last_of(self, mask: int) -> Message:
+        """The last write of some of these bytes."""
+        last = self.history[-1]
+        if last.mask & mask:
+            return last
+        return next((one for one in reversed(self.history) if one.mask & mask), last)
 
     def __str__(self) -> str:
         return self.region.name_of(self.region.address + 8 * self.index)

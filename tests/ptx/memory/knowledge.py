@@ -47,7 +47,7 @@ class Knowledge:
         """The agents of a block's threads. Entities of a rank have the same lowest byte."""
         warps = -(-count // 32)
         first, step = self._keys * 256 + launch.rank + 2, 256
-        self._keys += 1 + warps + count
+        self._keys += 1 + 2 * warps + count
         timer, agents = Timer(), []
         for number in range(count):
             keys = (
@@ -60,9 +60,11 @@ class Knowledge:
             agent.clock, agent.seen, agent.fenced = launch.clock, launch.seen, launch.fenced
             agents.append(agent)
         for begin in range(0, count, 32):
-            warp = clocks.Lanes(agents[begin : begin + 32])
+            warp, one = clocks.Lanes(agents[begin : begin + 32]), agents[begin]
+            keys = first + step * (1 + warps + count + begin // 32), one.warp_key, one.block_key, one.rank_key
+            joint = Agent((f"{block} warp {begin // 32}", -1), launch.rank, launch.sequence, timer, keys)
             for agent in warp:
-                agent.warp = warp
+                agent.warp, agent.joint = warp, joint
         return agents
 
     def end(self, launch: Any, agents: Sequence[Agent]) -> None:
@@ -90,7 +92,7 @@ class Knowledge:
     # -- what is known
 
     def _heard_of(self, agent: Agent, message: Message) -> bool:
-        return message.agent is agent or heard(agent.clock, message.agent, message.time)
+        return _is_own(message, agent) or heard(agent.clock, message.agent, message.time)
 
     def _is_floor(self, agent: Agent, cell: Cell, message: Message) -> bool:
         """Whether ``agent`` must not read anything older than ``message``."""
@@ -115,7 +117,7 @@ class Knowledge:
     def _release(self, agent: Agent, scope: Scope) -> Release:
         """What ``agent`` tells from here on, of all before."""
         timer = agent.timer
-        clock = {**agent.clock, agent.key: timer.time}
+        clock = {**agent.clock, agent.key: timer.time, agent.joint.key: timer.time}
         timer.time += 1
         return Release(agent, scope, View(clock, agent.seen, agent.fenced))
 
@@ -130,7 +132,7 @@ class Knowledge:
         """The release patterns that a strong store of ``agent`` ends: for each scope the latest one."""
         found: dict[Scope, Release] = {}
         for message in reversed(cell.history):
-            if message.agent is agent and message.mask == mask:
+            if _is_own(message, agent) and message.mask == mask:
                 found = {one.scope: one for one in message.own}
                 break
         found.update({one.scope: one for one in agent.fences})
@@ -210,15 +212,20 @@ class Knowledge:
             clock[entity] = timer.time
             for agent in agents:
                 clock.pop(agent.key, None)
+                clock.pop(agent.joint.key, None)
                 if entity == agent.block_key:
                     clock.pop(agent.warp_key, None)
         else:
             for agent in agents:
-                clock[agent.key] = timer.time
+                clock[agent.key] = clock[agent.joint.key] = timer.time
         timer.time += 1
         fenced = clocks.merged_fenced([agent.fenced for agent in agents] + [view.fenced for view in views])
         for agent in agents:
             agent.clock, agent.seen, agent.fenced = clock, seen, fenced
+
+
+def _is_own(message: Message, agent: Agent) -> bool:
+    return message.agent is agent or message.agent is agent.joint
 
 
 def _holds(view: View, release: Release) -> bool:

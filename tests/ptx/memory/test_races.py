@@ -154,6 +154,45 @@ ld.global.b64 %rd5, [%rd1];
         run(body.replace("bar.warp.sync -1;", ""), threads=32)
 
 
+def joint(between: str, access: str) -> str:
+    """All lanes of warp 0 store 7 in one place, and those of warp 1 store 1 in another; what each thread does then."""
+    return f"""
+shr.u32 %r3, %r1, 5;
+mul.wide.u32 %rd3, %r3, 8; add.s64 %rd3, %rd1, %rd3;
+setp.eq.u32 %p1, %r3, 0;
+mov.b64 %rd4, 1;
+@%p1 mov.b64 %rd4, 7;
+st.global.b32 [%rd3], %rd4;
+{between}
+{access}
+"""
+
+
+def test_what_a_whole_warp_stores_in_one_place_is_a_write_of_each_lane() -> None:
+    own, both = "ld.global.b32 %r4, [%rd3];", "ld.global.b32 %r4, [%rd1];"
+    for seed in SEEDS:
+        run(joint("", own), threads=64, seed=seed)
+        run(joint("bar.sync 0;", both), threads=64, seed=seed)
+        with pytest.raises(DataRace):
+            run(joint("", both), threads=64, seed=seed)
+        with pytest.raises(DataRace):
+            run(joint("", "xor.b32 %r4, %r1, 1;\nst.global.b32 [%rd3], %r4;"), threads=64, seed=seed)
+
+
+@pytest.mark.parametrize("lane", [0, 31])
+def test_any_lane_of_a_warp_tells_what_all_have_stored_in_one_place(lane: int) -> None:
+    first = f"st.global.b64 [%rd1], 7;\nsetp.eq.u32 %p3, %r1, {lane};"
+    for tell in ("@%p3 st.release.gpu", "@%p3 st.relaxed.gpu"):
+        # who waits in CTA 1 reads a cell that all lanes of CTA 0 have written, and overwrites it
+        body = in_turn(first, LD + "bar.warp.sync -1;" + ST.replace("7", "8"), tell, ACQUIRE)
+        for seed in SEEDS:
+            if "release" in tell:
+                run(body, grid=2, threads=32, seed=seed)
+            else:
+                with pytest.raises(DataRace):
+                    run(body, grid=2, threads=32, seed=seed)
+
+
 def shared(between: str, seed: int, memory_model: Weak) -> np.ndarray:
     """Two warps: each thread stores to shared memory, and loads what one of the other warp has stored."""
     body = f"""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.ptx.machine.report import Uninitialised
-from tests.ptx.memory.clocks import Agent, Release, all_heard, heard
+from tests.ptx.memory.clocks import Agent, Release, all_heard, heard, warp_heard
 from tests.ptx.memory.histories import Cell, Message, Reading, StrongMessage
 from tests.ptx.memory.operation import Operation
 from tests.ptx.memory.proxies import Proxies
@@ -170,7 +170,7 @@ class Weak(Proxies):
         shift = 8 * (at & 7)
         mask = (1 << 8 * operation.nbytes) - 1 << shift
         cell = self.cells.get(at >> 3) or self._checked_cell(at, mask)
-        last = cell.history[-1]
+        last = cell.last_of(mask)
         if mask & ~last.mask or (last.chain and operation.strong) or not all_heard(warp, last.agent, last.time):
             return []
         value = last.value & mask
@@ -184,6 +184,15 @@ class Weak(Proxies):
         n = operation.nbytes
         self.accesses += len(addresses)
         ones = (1 << 8 * n) - 1
+        if (
+            len(addresses) == len(agents[0].warp) > 1
+            and not operation.strong
+            and n <= 8
+            and addresses.count(addresses[0]) == len(addresses) == values.count(values[0])
+            and self._store_same(agents, addresses[0], values[0] & ones, ones, operation)
+        ):
+            self._some_time_passes()
+            return
         if n >= 8 and not operation.strong:
             self._write_whole(agents, addresses, values, operation)
             if n == 16:
@@ -202,6 +211,29 @@ class Weak(Proxies):
                 self._write(agent, at, value & M64, M64, operation, release)
                 self._write(agent, at + 8, value >> 64, M64, operation, release)
         self._some_time_passes()
+
+    def _store_same(self, agents: Sequence[Agent], at: int, value: int, ones: int, operation: Operation) -> bool:
+        """What a whole warp stores in one place, all of it one value, as one write; False where others may come between
+        its lanes' ones: they do not know all that was written there, and it was not the same value by the same
+        instruction."""
+        shift = 8 * (at & 7)
+        value, mask, joint = value << shift, ones << shift, agents[0].joint
+        cell = self.cells.get(at >> 3) or self._checked_cell(at, mask)
+        for message in reversed(cell.history):
+            if message.mask & mask:
+                if all_heard(agents, message.agent, message.time):
+                    break
+                if message.operation is not operation or message.agent.block_key != joint.block_key:
+                    return False
+                if (message.value, message.mask) != (value, mask):
+                    return False
+        if cell.readers:
+            self._overwrite(agents[0], cell, mask, operation)
+        time, order = joint.timer.time, cell.history[-1].order + 1.0
+        message = Message(value, mask, joint, time, operation, order, self.step)
+        cell.append(message)
+        self.host.stored(cell, message)
+        return True
 
     def atomic(
         self,
@@ -240,10 +272,10 @@ class Weak(Proxies):
     def _read(self, agent: Agent, at: int, reading: Reading) -> int:
         mask = reading.mask
         cell = self.cells.get(at >> 3) or self._checked_cell(at, mask)
-        last = cell.history[-1]
+        last = cell.last_of(mask)
         if (
             not mask & ~last.mask
-            and (last.agent is agent or heard(agent.clock, last.agent, last.time))
+            and (last.agent is agent or last.agent is agent.joint or heard(agent.clock, last.agent, last.time))
             and not (last.chain and reading.operation.strong)
         ):
             value = last.value & mask
@@ -320,7 +352,7 @@ class Weak(Proxies):
         for agent, at, value in zip(agents, addresses, values, strict=True):
             cell = cells.get(at >> 3)
             last = cell.history[-1] if cell else None
-            if not cell or not last or (last.agent is not agent and not heard(agent.clock, last.agent, last.time)):
+            if not cell or not last or not self._heard_of(agent, last):
                 self._write(agent, at, value & M64, M64, operation, None)
                 continue
             if cell.readers:
@@ -342,7 +374,7 @@ class Weak(Proxies):
     ) -> None:
         cell = self.cells.get(at >> 3) or self._checked_cell(at, mask)
         last = cell.history[-1]
-        known = last.agent is agent or heard(agent.clock, last.agent, last.time)
+        known = self._heard_of(agent, last)
         place = -1 if known else self._place(agent, cell, value, mask, operation)
         if cell.readers:
             self._overwrite(agent, cell, mask, operation)
@@ -397,7 +429,7 @@ class Weak(Proxies):
         """
         clock = agent.clock if agent.over is None else agent.over
         for lanes, (reading, value) in cell.readers.items():
-            if not reading.mask & mask & touched:
+            if not reading.mask & mask & touched or warp_heard(clock, lanes[0], reading.time):
                 continue
             for reader in lanes:
                 if reader is agent or heard(clock, reader, reading.time):
