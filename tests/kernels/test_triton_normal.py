@@ -114,6 +114,18 @@ def test_without_ids_and_alone(interpreted: Ranks) -> None:
     assert interpreted.run(1, bodies.against_the_oracle, PATHS["mapped"], [Case(tokens=(6,), experts=4)]) == [1]
 
 
+def test_a_layout_is_counted_once(interpreted: Ranks) -> None:
+    for counted in interpreted.run(2, bodies.layouts, PATHS["mapped"], timeout=300):
+        assert counted == {
+            "of the last layout": 0,
+            "of it again": 0,
+            "of an older one": 1,
+            "of one that was written to": 1,
+            "of ids that were written to": 1,
+            "without a count of writes": 0,
+        }
+
+
 @pytest.mark.interpreter
 def test_biases_and_alignment(interpreted: Ranks) -> None:
     interpreted.run(2, bodies.biases, PATHS["mapped"], timeout=300)

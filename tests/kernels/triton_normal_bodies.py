@@ -232,6 +232,52 @@ def without_ids(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     buffer.destroy()
 
 
+def layouts(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, int]:
+    """How often each of some dispatches counts its layout; all of them get what their ids say."""
+    # after the choice of the interpreter
+    from uccl_ep_serving.kernels.triton.launch import Launch
+
+    buffer, rank = opened(exchange, overrides), exchange.rank
+    inputs, others = (Case(tokens=(5, 3), experts=4, topk=2, seed=seed).inputs() for seed in range(2))
+    ids, counted = inputs.topk_idx[rank].clone(), dict[str, int]()
+
+    def dispatch(name: str, layout: Any, wanted: normal_cases.Inputs = inputs) -> None:
+        per_rank, _, per_expert, in_rank, _ = layout
+        with pytest.MonkeyPatch.context() as patch:
+            names: list[str] = []
+            run = Launch.run
+            patch.setattr(Launch, "run", lambda launch: (names.append(launch.kernel.__name__), run(launch)))
+            rows, topk_idx, _, counts, _, _ = buffer.dispatch(
+                inputs.x[rank],
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=ids,
+                topk_weights=inputs.topk_weights[rank],
+            )
+        counted[name] = names.count("mark_tokens")
+        assert names.count("report_ids") == 1
+        there = wanted.delivered()[rank]
+        assert same_bits(rows, there.rows(inputs.x))
+        assert same_bits(topk_idx, there.topk_idx)
+        assert counts == list(there.expert_counts)
+
+    older, last = (buffer.get_dispatch_layout(ids, 4) for _ in range(2))
+    dispatch("of the last layout", last)
+    dispatch("of it again", last)
+    dispatch("of an older one", older)
+    last[2].fill_(0)
+    dispatch("of one that was written to", last)
+    last = buffer.get_dispatch_layout(ids, 4)
+    ids.copy_(others.topk_idx[rank])
+    dispatch("of ids that were written to", last, others)
+    with torch.inference_mode():
+        last = buffer.get_dispatch_layout(ids, 4)
+        dispatch("without a count of writes", last, others)
+    buffer.destroy()
+    return counted
+
+
 def biases(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     """One bias and two, alignment of the counts, and a handle that belongs to somebody else."""
     buffer, rank = opened(exchange, overrides), exchange.rank
@@ -449,7 +495,13 @@ class LateOrder:
             yield
 
     def run(
-        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
+        self,
+        launch: Callable[[], None],
+        tensors: Sequence[torch.Tensor],
+        *,
+        own_stream: bool,
+        finish: bool,
+        resumes: bool = False,
     ) -> EventOverlap:
         """See :class:`StreamOrder`."""
 
@@ -558,7 +610,13 @@ class NotedOrder(GpuOrder):
         self.launched = 0
 
     def run(
-        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
+        self,
+        launch: Callable[[], None],
+        tensors: Sequence[torch.Tensor],
+        *,
+        own_stream: bool,
+        finish: bool,
+        resumes: bool = False,
     ) -> EventOverlap:
         """See :class:`StreamOrder`."""
 

@@ -43,7 +43,13 @@ class RecordingOrder:
         return contextlib.nullcontext()
 
     def run(
-        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
+        self,
+        launch: Callable[[], None],
+        tensors: Sequence[torch.Tensor],
+        *,
+        own_stream: bool,
+        finish: bool,
+        resumes: bool = False,
     ) -> EventOverlap:
         """See ``StreamOrder``."""
         if not self.eager:

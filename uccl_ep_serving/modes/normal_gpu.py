@@ -13,12 +13,9 @@ An expert id out of range counts as -1; it is raised by the call whose host read
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..data_plane.runtime import Runtime
@@ -28,14 +25,12 @@ from ..handles import DispatchOrigin, EventOverlap, NormalGpuHandle
 from ..kernels.blocks import normal_device as block
 from ..kernels.blocks.normal_device import NormalOpening, NormalTensors
 from ..protocol.message import NormalNotify
-from .normal_arguments import DispatchArguments, NormalArguments, check_experts, check_ids
-from .normal_gpu_route import Marks, Route, all_of, new_marks, run_all
+from .normal_arguments import NormalArguments, check_experts, check_ids
+from .normal_gpu_outputs import Outputs, Received, address_of
+from .normal_gpu_route import Marks, Route, Steps, all_of, new_marks, run_all
 from .normal_gpu_session import NormalGpuSession, Present
-from .row_format import RowFormat
 
 __all__ = ["NormalGpu"]
-
-Received = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class NormalGpu:
@@ -53,6 +48,8 @@ class NormalGpu:
         self._session = NormalGpuSession(runtime, gpu)
         self._kernels = self._session.kernels
         self._arguments = NormalArguments(runtime.ranks, self._device, NormalGpuHandle, aligned=True)
+        #: Of the last layout. None in a capture: whatever the ids are in a replay, they are counted there.
+        self._marked: Marks | None = None
 
     # -- layout -------------------------------------------------------------------------------------------------
 
@@ -74,6 +71,7 @@ class NormalGpu:
             if nodes is not None and nodes is not marks.per_rank:
                 steps, used = (*steps, marks.node_counting(nodes)), [*used, nodes]
             event = self._gpu.order.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
+            self._marked = None if self._gpu.order.capturing else marks
             return marks.per_rank, nodes, marks.per_expert, marks.in_rank, event
 
     def _new_node_counts(self, marks: Marks) -> torch.Tensor | None:
@@ -107,7 +105,7 @@ class NormalGpu:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Received, torch.Tensor | None, torch.Tensor | None, list[int], Any, EventOverlap]:
         """The arguments of :meth:`Normal.dispatch`. Where ids are given they decide: the layout is counted again on the
-        device.
+        device, unless it is what :meth:`get_dispatch_layout` has counted last, of the same tensor of ids.
 
         Args:
             config: its ``num_sms`` is the most programs that move rows; see ``program_budget``.
@@ -137,28 +135,29 @@ class NormalGpu:
                 )
             present, wire = session.enter(form, 0)
 
-            before: tuple[Callable[[], None], ...] = ()
+            before: Steps = ()
             counts, used = 0, args.tensors
             if known is None:
                 assert args.layout is not None
-                route = Route(args.layout, args.topk_idx, self._runtime.ranks)
+                marked = None if order.capturing else self._marked
+                route = Route(args.layout, args.topk_idx, self._runtime.ranks, marked)
                 origin = DispatchOrigin(self, self._runtime.epoch, -1, tokens)
                 known = route.new_handle(origin, channels, crossed, num_worst_tokens)
                 before, counts = route.steps(self._kernels, present.addresses), route.per_expert.data_ptr()
                 used += route.tensors
             opening = self._opening(known, counts, present, tokens)
-            used += [known.route, known.number, known.is_token_in_rank]
-            per_local: list[int] = []
+            outputs = Outputs(args, tokens * args.copies if reads_back else known.capacity, self._device)
+            before += outputs.filling
+            used += [known.route, known.number, known.is_token_in_rank, *outputs.slots]
+            used += _copied(x, topk_idx, topk_weights, *layout)
             with session.operation(form) as operation:
                 if reads_back:
-                    work = present.kernels.open(*present.addresses, wire, opening, 0)
-                    steps = (*before, *all_of(work))
+                    steps = (*before, *all_of(present.kernels.open(*present.addresses, wire, opening, 0)))
                     session.launch(operation, lambda: run_all(steps), used, finish=False)
                     session.wait_reply(operation, form, present)
-                    known, counted = self._counted(known, form, present)
-                    per_local = (-(-counted // expert_alignment) * expert_alignment).tolist()
-                    before = ()
-                outputs = _Outputs(args, known.capacity, self._device)
+                    # until the rows are moved the device waits for what stands here
+                    known, before = self._after_opening(known, present), ()
+                before += outputs.allocate(known.capacity)
                 if form.kind == NormalNotify.OPERATION_CACHED_DISPATCH and self._runtime.mask.any():
                     outputs.rows.view(torch.uint8).zero_()
                 marks, kept = _marks_of(known)
@@ -173,9 +172,14 @@ class NormalGpu:
                     reads_back,
                 )
                 steps = (*before, *all_of(moved))
-                used = [*used, *outputs.tensors, *_copied(x, topk_idx, topk_weights, *layout)]
-                used += [] if known.nodes is None else [known.nodes.relay_marks]
-                event = session.launch(operation, lambda: run_all(steps), used, finish=not async_finish)
+                used += outputs.tensors + ([] if known.nodes is None else [known.nodes.relay_marks])
+                event = session.launch(
+                    operation, lambda: run_all(steps), used, finish=not async_finish, resumes=reads_back
+                )
+            per_local: list[int] = []
+            if reads_back:
+                counted = present.reply.counts(form.local_experts)
+                per_local = (-(-counted // expert_alignment) * expert_alignment).tolist()
             session.end(form, tokens, known.remote_rows, started, reads_back)
             return outputs.x, outputs.topk_idx, outputs.topk_weights, per_local, known, event
 
@@ -191,16 +195,14 @@ class NormalGpu:
             self._session.new_ticket(),
         )
 
-    def _counted(
-        self, handle: NormalGpuHandle, form: RowFormat, present: Present
-    ) -> tuple[NormalGpuHandle, npt.NDArray[np.int64]]:
-        """After the opening: the handle with what comes, and the rows of each local expert."""
+    def _after_opening(self, handle: NormalGpuHandle, present: Present) -> NormalGpuHandle:
+        """The handle with what comes."""
         reply = present.reply
         handle = handle._replace(capacity=reply[block.INFO_TOTAL], remote_rows=reply[block.INFO_REMOTE_ROWS])
         if handle.nodes is not None:
             marks = new_marks(reply[block.INFO_RELAYED], handle.nodes.node_ranks, handle.route)
             handle = handle._replace(nodes=handle.nodes._replace(relay_marks=marks))
-        return handle, reply.counts(form.local_experts)
+        return handle
 
     # -- combine ------------------------------------------------------------------------------------------------
 
@@ -232,7 +234,7 @@ class NormalGpu:
                 out_weights = torch.empty(tokens, topk, dtype=torch.float32, device=self._device)
             opening = self._opening(handle, 0, present, tokens)
             tensors = NormalTensors(
-                rows.data_ptr(), 0, _address(weights), 0, out.data_ptr(), 0, _address(out_weights), 0
+                rows.data_ptr(), 0, address_of(weights), 0, out.data_ptr(), 0, address_of(out_weights), 0
             )
             given = tuple(one.data_ptr() for one in biases)
             launches = present.kernels.combine(
@@ -262,52 +264,7 @@ def _marks_of(handle: NormalGpuHandle) -> tuple[int, int]:
     return handle.nodes.relay_marks.data_ptr(), len(handle.nodes.relay_marks)
 
 
-class _Outputs:
-    """What dispatch returns, on the device. Only ids and weights have content before the kernels have run: -1 and 0."""
-
-    def __init__(self, args: DispatchArguments[NormalGpuHandle], capacity: int, device: torch.device) -> None:
-        self._args = args
-        rows, scales, topk = args.rows, args.scales, args.form.topk
-        self.rows = torch.empty(capacity, rows.shape[1], dtype=rows.dtype, device=device)
-        self.scales = self.topk_idx = self.topk_weights = None
-        if scales is not None:
-            self.scales = torch.empty(capacity, scales.shape[1], dtype=scales.dtype, device=device)
-        if topk:
-            self.topk_idx = torch.full((capacity, topk), -1, dtype=torch.int64, device=device)
-            self.topk_weights = torch.zeros(capacity, topk, dtype=torch.float32, device=device)
-
-    @property
-    def x(self) -> Received:
-        """As dispatch's caller gets it."""
-        return self.rows if self.scales is None else (self.rows, self.scales)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
-        given = [one for one in (self.scales, self.topk_idx, self.topk_weights) if one is not None]
-        return [self.rows, *given]
-
-    @property
-    def addresses(self) -> NormalTensors:
-        """With what is sent."""
-        args = self._args
-        return NormalTensors(
-            args.rows.data_ptr(),
-            _address(args.topk_idx),
-            _address(args.topk_weights),
-            _address(args.scales),
-            self.rows.data_ptr(),
-            _address(self.topk_idx),
-            _address(self.topk_weights),
-            _address(self.scales),
-        )
-
-
 def _copied(*given: object) -> list[torch.Tensor]:
     """Of what a caller passes: the tensors that were copied here, on the stream of the operation, to be contiguous."""
     tensors = chain.from_iterable(one if isinstance(one, tuple) else (one,) for one in given)
     return [one for one in tensors if isinstance(one, torch.Tensor) and not one.is_contiguous()]
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -17,18 +17,21 @@ if TYPE_CHECKING:
     from ..kernels.triton.launch import Launch
     from ..kernels.triton.normal import TritonNormalKernels
 
-__all__ = ["Marks", "Route", "all_of", "new_marks", "run_all"]
+__all__ = ["Marks", "Route", "Steps", "all_of", "new_marks", "run_all"]
+
+#: What an operation launches, in the order of its stream.
+Steps = tuple[Callable[[], object], ...]
 
 #: Of an int64: larger than every position.
 _NO_POSITION = (1 << 63) - 1
 
 
-def all_of(launches: tuple[Launch, ...]) -> tuple[Callable[[], None], ...]:
+def all_of(launches: tuple[Launch, ...]) -> Steps:
     """Launches as steps."""
     return tuple(launch.run for launch in launches)
 
 
-def run_all(steps: tuple[Callable[[], None], ...]) -> None:
+def run_all(steps: Steps) -> None:
     """Run steps in order."""
     for step in steps:
         step()
@@ -37,6 +40,11 @@ def run_all(steps: tuple[Callable[[], None], ...]) -> None:
 def new_marks(rows: int, node_ranks: int, like: torch.Tensor) -> torch.Tensor:
     """Room for the marks of rows that are forwarded, on the device of ``like``."""
     return torch.empty(rows, mark_bytes(node_ranks), dtype=torch.uint8, device=like.device)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often torch has written to it; torch keeps no count of tensors of its inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Marks:
@@ -49,6 +57,13 @@ class Marks:
         self.per_expert = torch.zeros(experts, dtype=torch.int32, device=device)
         self.in_rank = torch.empty(topk_idx.shape[0], ranks, dtype=torch.bool, device=device)
         self._bad = torch.full((1,), _NO_POSITION, dtype=torch.int64, device=device)
+        self._counted = topk_idx, self.per_rank, self.in_rank, self.per_expert
+        self._versions = tuple(map(_version, self._counted))
+
+    def are_of(self, topk_idx: torch.Tensor, layout: Layout) -> bool:
+        """Whether ``layout`` was counted here, of ``topk_idx``, and nobody has written to any of it since."""
+        same = all(one is other for one, other in zip(self._counted, (topk_idx, *layout), strict=True))
+        return same and tuple(map(_version, self._counted)) == self._versions
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -82,11 +97,18 @@ class Marks:
 
 
 class Route:
-    """Who gets which tokens, to be filled by kernels: from the ids where there are any, else from the marks."""
+    """Who gets which tokens, to be filled by kernels: from the ids where there are any, else from the marks.
 
-    def __init__(self, layout: Layout, topk_idx: torch.Tensor | None, ranks: int) -> None:
+    Args:
+        last: what the last layout was counted to, None for nothing. That one is not counted again.
+    """
+
+    def __init__(self, layout: Layout, topk_idx: torch.Tensor | None, ranks: int, last: Marks | None) -> None:
         _, in_rank, per_expert = layout
-        self._marks = None if topk_idx is None else Marks(topk_idx, per_expert.shape[0], ranks)
+        self._is_counted = topk_idx is not None and last is not None and last.are_of(topk_idx, layout)
+        self._marks = last
+        if not self._is_counted:
+            self._marks = None if topk_idx is None else Marks(topk_idx, per_expert.shape[0], ranks)
         self._given = per_expert
         self.in_rank = in_rank if self._marks is None else self._marks.in_rank
         self.per_expert = torch.empty_like(per_expert) if self._marks is None else self._marks.per_expert
@@ -97,10 +119,11 @@ class Route:
         marks = [] if self._marks is None else self._marks.tensors
         return [self.in_rank, self.per_expert, self._given, *marks]
 
-    def steps(self, kernels: TritonNormalKernels, addresses: tuple[int, int]) -> tuple[Callable[[], None], ...]:
+    def steps(self, kernels: TritonNormalKernels, addresses: tuple[int, int]) -> Steps:
         """In the order of the stream."""
         if self._marks is not None:
-            return all_of(self._marks.launches(kernels, *addresses))
+            # the last one tells the host of an id out of range
+            return all_of(self._marks.launches(kernels, *addresses)[-1 if self._is_counted else 0 :])
 
         def bound() -> None:
             # the peers refuse more rows for an expert than there are rows

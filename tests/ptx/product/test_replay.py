@@ -33,7 +33,13 @@ class Recording(RecordingOrder):
         self._synchronise = synchronise
 
     def run(
-        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
+        self,
+        launch: Callable[[], None],
+        tensors: Sequence[torch.Tensor],
+        *,
+        own_stream: bool,
+        finish: bool,
+        resumes: bool = False,
     ) -> EventOverlap:
         def whole() -> None:
             launch()
