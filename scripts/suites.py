@@ -119,7 +119,7 @@ SUITES = [
     _target("test-interpreter", "GPU kernels in Triton's interpreter: every path, form and failure"),
     _target("test-model", "compiled kernels on the model machine: many seeds of every shape, faults in their PTX"),
     _target("test-driver", "launches and calls of cuda-bindings on a stub of the driver, in three versions each"),
-    _target("test-triton", "the compile gate with three Tritons, slow kernels included"),
+    _target("test-triton", "the compile gate with three Tritons, every specialization of each kernel"),
     _target(
         "test-long",
         "runs of hundreds of steps, wheels, the training example, largest writes, firewalls and network namespaces",

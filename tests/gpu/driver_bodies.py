@@ -21,7 +21,7 @@ import pytest
 import torch
 import triton
 
-from tests.kernels.compiled_kernels import normal_launches, quickly_compiled
+from tests.kernels.compiled_kernels import is_usual, normal_launches
 from tests.support import bodies
 from tests.support.control_threads import ThreadExchange
 from tests.support.cuda_driver import torch_cuda
@@ -41,7 +41,8 @@ PLAN = LowLatencyPlan(8, 128, 7168, 256, 8, 2)
 #: Where arguments are made to differ: device memory above all that a number of tokens or bytes comes to.
 _ADDRESSES = 1 << 40
 GPU = torch.device("cuda", 0)
-_TOKENS, _HIDDEN, _EXPERTS, _TOPK = 8, 128, 4, 2
+#: So that operations launch the same kernels.
+_TOKENS, _HIDDEN, _EXPERTS, _TOPK = 8, PLAN.hidden, 16, 8
 
 _LOAD = "cuModuleLoadData"
 
@@ -79,12 +80,9 @@ def told_apart(launch: Launch) -> Launch:
 
 def _unique(kind: str) -> list[Launch]:
     """One of each kernel of a mode."""
-    of_a_mode = {
-        "low_latency": lambda: low_latency_launches(PLAN, ("fp8",)),
-        "normal": lambda: filter(quickly_compiled, normal_launches()),
-    }
-    found = of_a_mode[kind]()
-    return [told_apart(one) for one in {one.kernel.__name__: one for one in found}.values()]
+    of_a_mode = {"low_latency": lambda: low_latency_launches(PLAN, ("fp8",)), "normal": normal_launches}
+    found = {one.kernel.__name__: told_apart(one) for one in of_a_mode[kind]() if is_usual(one)}
+    return list(found.values())
 
 
 @contextlib.contextmanager
@@ -107,6 +105,8 @@ def launches(kind: str) -> dict[str, Any]:
     streams = [torch.cuda.Stream(GPU) for _ in range(2)]
     said = []
     for one in _unique(kind):
+        # operations may have loaded the same
+        one.kernel.device_caches.clear()
         DRIVER.forget()
         one.compile()
         loaded = DRIVER.counts
@@ -225,11 +225,11 @@ class Layer:
 
     def dispatch(self, **options: Any) -> Any:
         return self.buffer.low_latency_dispatch(
-            self.x, self.ids, _TOKENS, _EXPERTS, use_fp8=False, topk_weights=self.weights, **options
+            self.x, self.ids, _TOKENS, _EXPERTS, use_fp8=True, topk_weights=self.weights, **options
         )
 
-    def combine(self, rows: torch.Tensor, handle: Any, **options: Any) -> Any:
-        return self.buffer.low_latency_combine(rows, self.ids, self.weights, handle, **options)
+    def combine(self, rows: tuple[torch.Tensor, torch.Tensor], handle: Any, **options: Any) -> Any:
+        return self.buffer.low_latency_combine(rows[0].bfloat16(), self.ids, self.weights, handle, **options)
 
 
 def checked_again() -> dict[str, str]:
@@ -237,7 +237,7 @@ def checked_again() -> dict[str, str]:
     how often a kernel was launched by those that raised."""
     buffer, found = opened(), {}
     layer = Layer(buffer)
-    ok: dict[str, Any] = {"x": layer.x, "topk_idx": layer.ids, "topk_weights": layer.weights, "use_fp8": False}
+    ok: dict[str, Any] = {"x": layer.x, "topk_idx": layer.ids, "topk_weights": layer.weights, "use_fp8": True}
     ok |= {"num_max_dispatch_tokens_per_rank": _TOKENS, "num_experts": _EXPERTS}
     apart = torch.empty(layer.x.numel() + 4, dtype=layer.x.dtype)[4:].view(layer.x.shape)
     changes: dict[str, dict[str, Any]] = {
@@ -255,7 +255,7 @@ def checked_again() -> dict[str, str]:
         "tokens' type": {"num_max_dispatch_tokens_per_rank": float(_TOKENS)},
         "experts": {"num_experts": 0},
         "experts' type": {"num_experts": float(_EXPERTS)},
-        "flags": {"round_scale": True},
+        "flags": {"use_ue8m0": True},
         "meta": {"x": layer.x.to("meta")},
     }
     for _ in range(2):
@@ -277,7 +277,7 @@ def checked_again() -> dict[str, str]:
 
 def _reserve(buffer: Buffer) -> None:
     buffer.reserve_low_latency(
-        _TOKENS, _HIDDEN, _EXPERTS, _TOPK, dtype=torch.bfloat16, use_fp8=False, with_topk_weights=True
+        _TOKENS, _HIDDEN, _EXPERTS, _TOPK, dtype=torch.bfloat16, use_fp8=True, with_topk_weights=True
     )
 
 

@@ -32,13 +32,8 @@ BODIES = (
     "by_triton",
     "refused",
 )
-LOW_LATENCY = {
-    *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv"),
-}
-#: Those of normal mode that are quickly compiled.
-NORMAL = {
-    *("mark_tokens", "report_ids", "open_rows", "dispatch_rows", "combine_rows"),
-}
+LOW_LATENCY = {"dispatch_send", "dispatch_recv", "combine_send", "combine_recv"}
+NORMAL = {"mark_tokens", "report_ids", "open_rows", "dispatch_rows", "combine_rows"}
 SEND, RECEIVE, RETURN, SUM = ("dispatch_send",), ("dispatch_recv",), ("combine_send",), ("combine_recv",)
 
 

@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for GPUs that are not there, and finds the traps of Triton in what comes out.
 
 ``python compiled_kernels.py TARGET [KERNEL ...]`` prints one JSON object per kernel and specialization, with the
-faults found: of the kernels named, else of all that are quickly compiled. It is a process of its own because Triton
+faults found: of the kernels named, else one of each kernel. It is a process of its own because Triton
 must not be the interpreter here. PYTHONPATH chooses the version of Triton.
 """
 
@@ -57,23 +57,18 @@ def normal_launches() -> list[Launch]:
     return found
 
 
-def quickly_compiled(launch: Launch) -> bool:
-    """False for kernels that hold what the others hold as well: between nodes, of cached dispatches, and of low latency
-    dispatches in BF16 whose rows are summed before they return, and in FP8 whose rows are not."""
+def is_usual(launch: Launch) -> bool:
+    """Of one specialization of each kernel: FP8 dispatches, rows that return summed, inside a node, not of a handle."""
     constants = launch.constants
-    kind = constants.get("KIND", NormalNotify.OPERATION_DISPATCH)
-    if launch.kernel.__name__ == "dispatch_send" and constants["REDUCED"] != (
-        constants["CODING"] == constants["SOURCE"]
-    ):
-        return False
-    return not constants.get("NODES", False) and kind == NormalNotify.OPERATION_DISPATCH
+    usual = {"CODING": DTYPE_FP8, "REDUCED": True, "NODES": False, "KIND": NormalNotify.OPERATION_DISPATCH}
+    return all(constants.get(name, value) == value for name, value in usual.items())
 
 
 def launches(names: frozenset[str]) -> list[Launch]:
-    """Every kernel in every specialization that an engine can ask for: DeepSeek-V3 on 8 ranks. Those of ``names``, or
-    without any those that are :func:`quickly_compiled`."""
+    """DeepSeek-V3 on 8 ranks: kernels of ``names`` in every specialization that an engine can ask for, or without any
+    each in its usual one."""
     found = [*low_latency_launches(LowLatencyPlan(8, 128, 7168, 256, 8, 2), tuple(CODINGS)), *normal_launches()]
-    wanted = [one for one in found if (one.kernel.__name__ in names if names else quickly_compiled(one))]
+    wanted = [one for one in found if (one.kernel.__name__ in names if names else is_usual(one))]
     unique = {(launch.kernel.__name__, tuple(launch.constants.items())): launch for launch in wanted}
     return list(unique.values())
 

@@ -22,7 +22,7 @@ from uccl_ep_serving.protocol.layout import LowLatencyPlan
 from uccl_ep_serving.protocol.message import DTYPE_BF16
 
 PLAN = LowLatencyPlan(8, 128, 7168, 256, 8, 2)
-#: That are quickly compiled.
+#: That take little to compile.
 NAMES = ("dispatch_recv", "report_ids")
 
 

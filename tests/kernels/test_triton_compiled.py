@@ -30,26 +30,24 @@ FIRST, LATER = ("sm_90", "gfx942"), ("sm_100", "gfx950")
 GPUS = [*FIRST, *(pytest.param(gpu, marks=pytest.mark.triton) for gpu in LATER)]
 #: Directories that hold another Triton each, as ``scripts/test-triton`` gives them.
 OTHERS = other_tritons()
-#: Kernels, and in how many specializations each is quickly compiled.
+#: Kernels, and in how many specializations an engine can ask for each. The quick tests compile one.
 EVERYTHING = {
-    "dispatch_send": 3,
+    "dispatch_send": 6,
     "dispatch_recv": 3,
     "combine_send": 1,
     "combine_recv": 2,
     "mark_tokens": 1,
     "report_ids": 1,
-    "open_rows": 1,
-    "dispatch_rows": 1,
-    "combine_rows": 1,
+    "open_rows": 2,
+    "dispatch_rows": 4,
+    "combine_rows": 2,
 }
-#: Those of which there are more, and in how many specializations an engine can ask for each.
-SLOW = {"dispatch_send": 6, "dispatch_rows": 4, "combine_rows": 2}
 Found = dict[str, Any]
 
 
 def start(target: str, path: str = "", kernels: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Compile ``kernels``, or all that are quickly compiled, for ``target``, with the Triton below ``path`` or the
-    installed one."""
+    """Compile all specializations of ``kernels``, or the usual one of each, for ``target``, with the Triton below
+    ``path`` or the installed one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = (path, environment.get("PYTHONPATH", ""))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
@@ -70,7 +68,7 @@ def finish(process: subprocess.Popen[str]) -> list[Found]:
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
-def check(found: list[Found], target: str, expected: dict[str, int] = EVERYTHING) -> None:
+def check(found: list[Found], target: str, expected: dict[str, int]) -> None:
     """Everything was compiled for ``target``, without a fault; registers and spills stand in the test's output."""
     mine = [one for one in found if one["target"] == target]
     for one in mine:
@@ -87,9 +85,9 @@ def check_version(found: list[Found], path: str) -> None:
 
 
 @functools.cache
-def compiled(targets: tuple[str, ...], path: str = "") -> dict[str, list[Found]]:
-    """What the Triton below ``path``, or the installed one, makes, by target; all targets at a time."""
-    processes = {target: start(target, path) for target in targets}
+def compiled(targets: tuple[str, ...]) -> dict[str, list[Found]]:
+    """What the installed Triton makes of each kernel, by target; all targets at a time."""
+    processes = {target: start(target) for target in targets}
     try:
         return {target: finish(process) for target, process in processes.items()}
     finally:
@@ -100,28 +98,17 @@ def compiled(targets: tuple[str, ...], path: str = "") -> dict[str, list[Found]]
 @pytest.mark.parametrize("target", GPUS)
 def test_every_kernel(target: str) -> None:
     together = FIRST if target in FIRST else LATER
-    check(compiled(together)[target], target)
+    check(compiled(together)[target], target, dict.fromkeys(EVERYTHING, 1))
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("kernel", SLOW)
+@pytest.mark.parametrize("kernel", EVERYTHING)
 @pytest.mark.parametrize("target", FIRST + LATER)
 @pytest.mark.parametrize("place", [pytest.param("", id="installed"), *OTHERS])
-def test_a_slow_one(place: str, target: str, kernel: str) -> None:
+def test_every_specialization(place: str, target: str, kernel: str) -> None:
     found = finish(start(target, place, (kernel,)))
     check_version(found, place)
-    check(found, target, {kernel: SLOW[kernel]})
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize("place", OTHERS or [""])
-def test_every_kernel_with_another_triton(place: str) -> None:
-    if not place:
-        pytest.skip("OTHER_TRITONS names no other Triton: make test-triton installs those of the engines' versions")
-    for targets in (FIRST, LATER):
-        for target, found in compiled(targets, place).items():
-            check_version(found, place)
-            check(found, target)
+    check(found, target, {kernel: EVERYTHING[kernel]})
 
 
 #: PTX and AMDGCN of kernels that publish, wait and copy as they should; and what becomes of them in each trap.

@@ -64,7 +64,6 @@ def compiled(memory: str, gpu: str = "sm_90") -> Compiled:
     [
         ("sequential", "mapped", "bf16"),
         ("sequential", "proxied", "fp8, per expert"),
-        ("sequential", "mapped", "ue8m0, an empty rank"),
         ("weak", "mapped", "fp8, per expert"),
         ("weak", "proxied", "bf16"),
         ("weak", "mapped", "in order"),

@@ -48,9 +48,9 @@ def compiled(memory: str, gpu: str = "sm_90") -> Compiled:
 @pytest.mark.parametrize(
     ("memory", "path", "shape"),
     [
-        ("sequential", "mapped", "bf16"),
+        ("sequential", "mapped", "fp8"),
         ("sequential", "proxied", "fp8"),
-        ("weak", "mapped", "bf16"),
+        ("weak", "mapped", "fp8"),
     ],
 )
 def test_a_seed_of_each_quick_shape(memory: str, path: str, shape: str) -> None:
