@@ -11,8 +11,9 @@ VENV_VLLM ?= .venv-vllm
 BIN := $(VENV)/bin
 BIN_VLLM := $(VENV_VLLM)/bin
 ARGS ?=
-# of pytest-xdist: one a core, at most eight. WORKERS=0 runs one test after another
-WORKERS ?= $(shell nproc)
+# of pytest-xdist: three for two cores, because tests wait for peers and deadlines; at most eight. WORKERS=0 runs one test
+# after another
+WORKERS ?= $(shell echo $$((3 * $$(nproc) / 2)))
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist
 export VENV
 

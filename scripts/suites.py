@@ -10,7 +10,7 @@ the table of CONTRIBUTING.md (``make docs``). ``make test`` and ``.ci/run`` have
                                            make test ARGS=--junitxml=FILE
 
 Seconds are those of a machine with nothing else to do; load averages stand beside them. ``make test`` shares its files
-out to a worker a core, so that a suite of it takes half the sum of its tests on two cores. Seconds of a target that
+out to three workers on two cores, so that a suite of it takes a third of the sum of its tests. Seconds of a target that
 ``make test`` and ``.ci/run`` leave out are the sum over its tests, however many runs it took: it goes on with
 ``--resume`` (tests/support/resume.py). One that was stopped, or in which a test failed, is kept with how many tests are
 left.
@@ -42,7 +42,7 @@ TEST, CHECK = "make test", ".ci/run"
 #: Seconds on two cores with nothing else to do, once the environments exist.
 BUDGETS = {TEST: 540, CHECK: 1800}
 #: Of ``make test`` on two cores.
-WORKERS = 2
+WORKERS = 3
 
 
 @dataclass(frozen=True)
