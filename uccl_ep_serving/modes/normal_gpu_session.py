@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,6 +39,9 @@ _log = logging.getLogger("uccl_ep_serving")
 
 #: Seconds that the device may take beyond the time limit of the kernel that the host waits for.
 _GRACE = 30.0
+#: Seconds for which the host spins until the reply is there, and for which it lets other threads run in between. It
+#: sleeps only then: the shortest sleep takes 70 us and more (a timer of Linux has 50 us of slack).
+_SPINS, _YIELDS = 1e-3, 20e-3
 #: More than any device has multiprocessors.
 _MOST_PROGRAMS = 1 << 16
 
@@ -234,8 +238,10 @@ class NormalGpuSession:
                     f"{form.name}: {device} has not run the opening within {now - begun:.0f} s. Likely cause: other "
                     "work on the device does not end. Next step: look at what runs there"
                 )
-            if now - begun > 1e-3:
+            if now - begun > _YIELDS:
                 time.sleep(20e-6)
+            elif now - begun > _SPINS:
+                os.sched_yield()
         different = present.reply[block.INFO_DIFFERENT]
         if different:
             operation.void = different > 0
