@@ -119,7 +119,7 @@ class TritonNormalKernels:
         if form.kind == NormalNotify.OPERATION_DISPATCH:
             found += self.open(at, at, form, opening, 1)
         if form.topk:
-            found += self.mark(at, at, at, 1, form.topk, experts, at, at, at, at)
+            found += self.mark(at, 1, form.topk, experts, at, at, at, at) + self.report(at, at, at, experts)
         return found
 
     def new_state(self, layout: WindowLayout, device: torch.device) -> DeviceNormalState:
@@ -134,8 +134,6 @@ class TritonNormalKernels:
 
     def mark(
         self,
-        context: int,
-        state: int,
         topk_idx: int,
         tokens: int,
         topk: int,
@@ -145,18 +143,17 @@ class TritonNormalKernels:
         in_rank: int,
         bad: int,
     ) -> tuple[Launch, ...]:
-        """Counts and marks of int64[tokens, topk] ids; ``context`` 0: whatever the ids are."""
+        """Counts and marks of int64[tokens, topk] ids."""
         block = min(_MARKED, max(_PAIRS // self._ranks, 1))
         if self.target.interpreted:
             block = min(max(_PAIRS // self._ranks, 1), _power_of_two(tokens))
-        first = Launch(
-            self._of_mark(topk, block),
-            (max(-(-tokens // block), 1), 1, 1),
-            (topk_idx, tokens, experts, self.ranks, rank_counts, expert_counts, in_rank, bad),
-        )
-        if context == 0:
-            return (first,)
-        return first, Launch(self._reporting, (1, 1, 1), (context, state, bad, experts))
+        grid = max(-(-tokens // block), 1), 1, 1
+        counts = rank_counts, expert_counts, in_rank, bad
+        return (Launch(self._of_mark(topk, block), grid, (topk_idx, tokens, experts, self.ranks, *counts)),)
+
+    def report(self, context: int, state: int, bad: int, experts: int) -> tuple[Launch, ...]:
+        """Tell the host of an id out of range that :meth:`mark` has found."""
+        return (Launch(self._reporting, (1, 1, 1), (context, state, bad, experts)),)
 
     def _make_mark(self, topk: int, block: int) -> Variant:
         return Variant(mark_tokens, {"TOPK": topk, "RANKS": self._ranks, "BLOCK": block}, warps=4)

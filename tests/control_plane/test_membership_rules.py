@@ -120,8 +120,9 @@ def _stalls_are_not_others(modules: _Modules) -> None:
     assert _told(machine, 10.01) == {frozenset({0, 1})}
 
 
-def _losing_a_connection(modules: _Modules, words: str) -> Any:
-    """Rank 0 has promised a group without rank 1, which then closes its Buffer; why that one is lost."""
+def _losing_a_connection(modules: _Modules, words: str, promises: bool = False) -> Any:
+    """Rank 0 has promised a group without rank 1, which then closes its Buffer, and may have promised another one; why
+    that one is lost."""
     machine: Membership = modules["membership"].Membership(0, 3)
     for step in range(10):
         machine.advance(step * 0.05)
@@ -130,8 +131,11 @@ def _losing_a_connection(modules: _Modules, words: str) -> Any:
         _says(machine, 2, {0, 2})
         machine.advance(step * 0.05)
     machine.observe(lambda report: report.grown(dead={1}))
+    if promises:
+        _says(machine, 1, {0, 1}, promised=True)
+        assert _told(machine, 1.0) == {frozenset({0, 2})}
     _says(machine, 2, {0, 2}, promised=True)
-    machine.advance(1.0)
+    machine.advance(1.1)
     assert machine.members == {0, 2}
     return machine.lost[1]
 
@@ -139,6 +143,10 @@ def _losing_a_connection(modules: _Modules, words: str) -> Any:
 def _what_a_promise_was_given_for(modules: _Modules) -> None:
     lost = _losing_a_connection(modules, "status 12")
     assert (lost.loss.rule, lost.cause(1)) == ("unreachable", "status 12")
+
+
+def _what_it_was_first_given_for(modules: _Modules) -> None:
+    assert _losing_a_connection(modules, "status 12", promises=True).loss.rule == "unreachable"
 
 
 def _what_a_connection_was_down_for(modules: _Modules) -> None:
@@ -214,9 +222,12 @@ _RULES = {
         "self._reasons.get(frozenset(), {}).get(peer)",
         _what_a_promise_was_given_for,
     ),
+    "a promise that is given again is given for the same": _Rule(
+        "membership", "self._reasons.setdefault(", "self._reasons.__setitem__(", _what_it_was_first_given_for
+    ),
     "the end of a process explains a connection that is down": _Rule(
         "membership",
-        '(known.loss.rule != "unreachable" or known.cause(peer))',
+        '(known.loss != Loss("unreachable", known.by) or known.cause(peer))',
         "True",
         _what_a_connection_was_down_for,
     ),

@@ -321,19 +321,6 @@ def test_memory_of_the_communication_stream_is_filled_there_after_the_current_st
     assert set(tensor.streams) == {main}
 
 
-def test_a_second_part_waits_for_nothing_that_the_stream_was_given_since(device: type[Device]) -> None:
-    """A first dispatch: the host has waited for the opening, and the rows are wanted at once."""
-    order, main, tensor = OneBuffer().order, device.current, Tensor()
-    device.kernel("router")
-    order.run(lambda: Device.kernel("opening"), [], own_stream=True, finish=False)
-    device.kernel("other")
-    order.run(lambda: Device.kernel("rows"), [tensor], own_stream=True, finish=True, resumes=True)  # type: ignore[list-item]
-    device.kernel("after")
-    assert device.kernels["rows"] == {"router", "opening"}
-    assert "rows" in device.kernels["after"]
-    assert set(tensor.streams) == {main}
-
-
 def test_an_operation_on_the_callers_memory_is_after_the_event_and_the_current_stream(device: type[Device]) -> None:
     """Its memory may have been another kernel's until now, so it cannot begin before that one."""
     order, writer = OneBuffer().order, Stream()

@@ -31,7 +31,7 @@ def later() -> list[Launch]:
     at = 0x7F0000000000
     low_latency, normal = TritonLowLatencyKernels(PLAN), TritonNormalKernels(PLAN.ranks)
     found = low_latency.dispatch_recv(at, at + 512, at + 1024, DTYPE_BF16, at, 0, at, at, at, at + 4, 0, True)
-    found += normal.mark(at, at + 512, at + 8, 77, 8, 256, at, at, at, at)
+    found += normal.report(at, at + 512, at, 256)
     return [one for one in found if one.kernel.__name__ in NAMES]
 
 

@@ -262,18 +262,20 @@ def layouts(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, int
         assert same_bits(topk_idx, there.topk_idx)
         assert counts == list(there.expert_counts)
 
-    older, last = (buffer.get_dispatch_layout(ids, 4) for _ in range(2))
+    last = buffer.get_dispatch_layout(ids, 4)
     dispatch("of the last layout", last)
     dispatch("of it again", last)
-    dispatch("of an older one", older)
-    last[2].fill_(0)
+    last = buffer.get_dispatch_layout(ids, 4)
+    last[2].fill_(100)
+    last[3].fill_(False)
     dispatch("of one that was written to", last)
     last = buffer.get_dispatch_layout(ids, 4)
     ids.copy_(others.topk_idx[rank])
     dispatch("of ids that were written to", last, others)
     with torch.inference_mode():
+        ids = ids.clone()
         last = buffer.get_dispatch_layout(ids, 4)
-        dispatch("without a count of writes", last, others)
+        dispatch("of ids whose writes are not counted", last, others)
     buffer.destroy()
     return counted
 
@@ -495,13 +497,7 @@ class LateOrder:
             yield
 
     def run(
-        self,
-        launch: Callable[[], None],
-        tensors: Sequence[torch.Tensor],
-        *,
-        own_stream: bool,
-        finish: bool,
-        resumes: bool = False,
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
         """See :class:`StreamOrder`."""
 
@@ -610,13 +606,7 @@ class NotedOrder(GpuOrder):
         self.launched = 0
 
     def run(
-        self,
-        launch: Callable[[], None],
-        tensors: Sequence[torch.Tensor],
-        *,
-        own_stream: bool,
-        finish: bool,
-        resumes: bool = False,
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
         """See :class:`StreamOrder`."""
 

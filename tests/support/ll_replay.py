@@ -43,13 +43,7 @@ class RecordingOrder:
         return contextlib.nullcontext()
 
     def run(
-        self,
-        launch: Callable[[], None],
-        tensors: Sequence[torch.Tensor],
-        *,
-        own_stream: bool,
-        finish: bool,
-        resumes: bool = False,
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
         """See ``StreamOrder``."""
         if not self.eager:

@@ -204,7 +204,7 @@ class Membership:
                 return True
         early = self._now - self._since < _GRACE_SECONDS
         if not (early and any(loss.rule == "unreachable" for loss in lost.values())) and self._promise(proposal):
-            self._reasons[proposal] = {peer: self._lost_rank(loss) for peer, loss in lost.items()}
+            self._reasons.setdefault(proposal, {peer: self._lost_rank(loss) for peer, loss in lost.items()})
             return True
         if self._now - self._since > LIMIT_SECONDS:
             self._stop(proposal)
@@ -254,7 +254,7 @@ class Membership:
         """Why ``peer`` is no part of ``group``; None where this rank was only told."""
         known = self._reasons.get(group, {}).get(peer)
         # a connection that is down without a cause may be what was seen first of its end
-        if known is not None and known.loss is not None and (known.loss.rule != "unreachable" or known.cause(peer)):
+        if known is not None and (known.loss != Loss("unreachable", known.by) or known.cause(peer)):
             return known
         return self._lost_rank(lost[peer]) if peer in lost else None
 
@@ -280,8 +280,10 @@ class Membership:
     def _begin_group(self, number: int, group: frozenset[int]) -> None:
         self._behind |= self.members - {self._rank}
         self.number, self.members = number, group
-        self._reports, self._notes, self._heard, self._reasons = {}, {}, {}, {}
+        self._reports, self._notes, self._heard = {}, {}, {}
         self._promises = {one: given for one, given in self._promises.items() if one[0] > number}
+        left = {group for _, group in self._promises}
+        self._reasons = {group: reasons for group, reasons in self._reasons.items() if group in left}
         self._own = self._own.settled().among(group - {self._rank})
         if self._own.says_something:
             self._join()

@@ -50,13 +50,7 @@ class StreamOrder(Protocol):
         """
 
     def run(
-        self,
-        launch: Callable[[], None],
-        tensors: Sequence[torch.Tensor],
-        *,
-        own_stream: bool,
-        finish: bool,
-        resumes: bool = False,
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
         """Run ``launch``, which launches kernels that use ``tensors``.
 
@@ -64,8 +58,6 @@ class StreamOrder(Protocol):
             own_stream: on the communication stream, after the current one unless :meth:`operation` says otherwise; else
                 on the current stream.
             finish: make the current stream wait for it; else the caller waits for the event.
-            resumes: it is the second part of what was run last, on the same stream, and nothing that it uses was
-                written since; what was ordered before that is before this.
         """
 
     def look(self) -> None:
@@ -86,13 +78,7 @@ class HostOrder:
         return contextlib.nullcontext()
 
     def run(
-        self,
-        launch: Callable[[], None],
-        tensors: Sequence[torch.Tensor],
-        *,
-        own_stream: bool,
-        finish: bool,
-        resumes: bool = False,
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
         launch()
         return EventOverlap()
@@ -165,19 +151,22 @@ class GpuOrder:
                 self._caller = None
 
     def run(
-        self,
-        launch: Callable[[], None],
-        tensors: Sequence[torch.Tensor],
-        *,
-        own_stream: bool,
-        finish: bool,
-        resumes: bool = False,
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
         current = torch.cuda.current_stream(self._device)
         caller = self._caller or current
         stream = self._own if own_stream else current
         with torch.cuda.device(self._device):
-            capture = self._captured if resumes else self._after_earlier(stream, current)
+            capturing = torch.cuda.is_current_stream_capturing()
+            capture = self._capture_of(current.cuda_stream) if capturing else None
+            if stream != current:
+                self._begun.record(current)
+                stream.wait_event(self._begun)
+            # An event of another capture, or of none, cannot be waited for inside a capture, nor the other way round.
+            # What is captured runs with the replay, whose order is the caller's.
+            # The communication stream waits for nothing of its own.
+            if self._last is not None and capture == self._captured and not (own_stream and self._last_is_own):
+                stream.wait_event(self._last)
             with torch.cuda.stream(stream):
                 launch()
                 event = torch.cuda.Event()
@@ -196,17 +185,3 @@ class GpuOrder:
             if stream != caller and not finish and capture is None:
                 tensor.record_stream(stream)
         return EventOverlap(event, tuple(tensors) if not finish else None)
-
-    def _after_earlier(self, stream: torch.cuda.Stream, current: torch.cuda.Stream) -> int | None:
-        """Let ``stream`` wait for what ``current`` was given, and for the last operation; the capture of both."""
-        capturing = torch.cuda.is_current_stream_capturing()
-        capture = self._capture_of(current.cuda_stream) if capturing else None
-        if stream != current:
-            self._begun.record(current)
-            stream.wait_event(self._begun)
-        # An event of another capture, or of none, cannot be waited for inside a capture, nor the other way round. What
-        # is captured runs with the replay, whose order is the caller's.
-        # The communication stream waits for nothing of its own.
-        if self._last is not None and capture == self._captured and not (stream == self._own and self._last_is_own):
-            stream.wait_event(self._last)
-        return capture

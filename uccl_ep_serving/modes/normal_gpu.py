@@ -48,7 +48,7 @@ class NormalGpu:
         self._session = NormalGpuSession(runtime, gpu)
         self._kernels = self._session.kernels
         self._arguments = NormalArguments(runtime.ranks, self._device, NormalGpuHandle, aligned=True)
-        #: Of the last layout. None in a capture: whatever the ids are in a replay, they are counted there.
+        #: Of the last layout, until a dispatch. None in a capture: whatever ids a replay has, it counts them.
         self._marked: Marks | None = None
 
     # -- layout -------------------------------------------------------------------------------------------------
@@ -67,12 +67,16 @@ class NormalGpu:
             ids = check_ids(topk_idx, self._device)
             marks = Marks(ids, check_experts(num_experts, ranks), ranks)
             nodes = self._new_node_counts(marks)
-            steps, used = all_of(marks.launches(self._kernels, 0, 0)), [*marks.tensors, *_copied(topk_idx)]
+            # a dispatch of the same ids goes by the counts, whatever is done to what returns
+            in_rank, per_expert = torch.empty_like(marks.in_rank), torch.empty_like(marks.per_expert)
+            steps: Steps = all_of(marks.counting(self._kernels))
+            steps += lambda: in_rank.copy_(marks.in_rank), lambda: per_expert.copy_(marks.per_expert)
+            used = [*marks.tensors, in_rank, per_expert, *_copied(topk_idx)]
             if nodes is not None and nodes is not marks.per_rank:
                 steps, used = (*steps, marks.node_counting(nodes)), [*used, nodes]
             event = self._gpu.order.run(lambda: run_all(steps), used, own_stream=True, finish=not async_finish)
             self._marked = None if self._gpu.order.capturing else marks
-            return marks.per_rank, nodes, marks.per_expert, marks.in_rank, event
+            return marks.per_rank, nodes, per_expert, in_rank, event
 
     def _new_node_counts(self, marks: Marks) -> torch.Tensor | None:
         """Tokens with an expert on each node, to be filled: None when all ranks share one node; where nodes are not
@@ -105,7 +109,8 @@ class NormalGpu:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Received, torch.Tensor | None, torch.Tensor | None, list[int], Any, EventOverlap]:
         """The arguments of :meth:`Normal.dispatch`. Where ids are given they decide: the layout is counted again on the
-        device, unless it is what :meth:`get_dispatch_layout` has counted last, of the same tensor of ids.
+        device, unless :meth:`get_dispatch_layout` has just counted this very tensor of ids. Between the two nothing may
+        write to it: torch tells of its own writes, and nobody of those of other kernels.
 
         Args:
             config: its ``num_sms`` is the most programs that move rows; see ``program_budget``.
@@ -139,7 +144,7 @@ class NormalGpu:
             counts, used = 0, args.tensors
             if known is None:
                 assert args.layout is not None
-                marked = None if order.capturing else self._marked
+                marked, self._marked = None if order.capturing else self._marked, None
                 route = Route(args.layout, args.topk_idx, self._runtime.ranks, marked)
                 origin = DispatchOrigin(self, self._runtime.epoch, -1, tokens)
                 known = route.new_handle(origin, channels, crossed, num_worst_tokens)
@@ -147,17 +152,19 @@ class NormalGpu:
                 used += route.tensors
             opening = self._opening(known, counts, present, tokens)
             outputs = Outputs(args, tokens * args.copies if reads_back else known.capacity, self._device)
-            before += outputs.filling
             used += [known.route, known.number, known.is_token_in_rank, *outputs.slots]
             used += _copied(x, topk_idx, topk_weights, *layout)
             with session.operation(form) as operation:
                 if reads_back:
                     steps = (*before, *all_of(present.kernels.open(*present.addresses, wire, opening, 0)))
+                    steps += outputs.filling
                     session.launch(operation, lambda: run_all(steps), used, finish=False)
                     session.wait_reply(operation, form, present)
                     # until the rows are moved the device waits for what stands here
                     known, before = self._after_opening(known, present), ()
-                before += outputs.allocate(known.capacity)
+                    before = outputs.allocate(known.capacity)
+                else:
+                    before += outputs.filling + outputs.allocate(known.capacity)
                 if form.kind == NormalNotify.OPERATION_CACHED_DISPATCH and self._runtime.mask.any():
                     outputs.rows.view(torch.uint8).zero_()
                 marks, kept = _marks_of(known)
@@ -173,9 +180,7 @@ class NormalGpu:
                 )
                 steps = (*before, *all_of(moved))
                 used += outputs.tensors + ([] if known.nodes is None else [known.nodes.relay_marks])
-                event = session.launch(
-                    operation, lambda: run_all(steps), used, finish=not async_finish, resumes=reads_back
-                )
+                event = session.launch(operation, lambda: run_all(steps), used, finish=not async_finish)
             per_local: list[int] = []
             if reads_back:
                 counted = present.reply.counts(form.local_experts)

@@ -18,7 +18,7 @@ class Outputs:
     """The tensors of one dispatch. Only ids and weights have content before its kernels have run: -1 and 0.
 
     These are small, and so they are allocated, and filled behind the opening, before it is known how many rows come.
-    What returns is a part of them, unless more come than were expected.
+    What returns is their beginning, unless more come than were expected.
 
     Args:
         args: of the dispatch.
@@ -59,7 +59,9 @@ class Outputs:
             return ()
         if len(self.topk_idx) < capacity:
             return self._allocate_ids(capacity)
-        self.topk_idx, self.topk_weights = self.topk_idx[:capacity], self.topk_weights[:capacity]
+        # no views: autograd lets nobody write to those
+        for one in self.slots:
+            one.resize_(capacity, one.shape[1])
         return ()
 
     @property

@@ -57,13 +57,11 @@ class Marks:
         self.per_expert = torch.zeros(experts, dtype=torch.int32, device=device)
         self.in_rank = torch.empty(topk_idx.shape[0], ranks, dtype=torch.bool, device=device)
         self._bad = torch.full((1,), _NO_POSITION, dtype=torch.int64, device=device)
-        self._counted = topk_idx, self.per_rank, self.in_rank, self.per_expert
-        self._versions = tuple(map(_version, self._counted))
+        self._version = _version(topk_idx)
 
-    def are_of(self, topk_idx: torch.Tensor, layout: Layout) -> bool:
-        """Whether ``layout`` was counted here, of ``topk_idx``, and nobody has written to any of it since."""
-        same = all(one is other for one, other in zip(self._counted, (topk_idx, *layout), strict=True))
-        return same and tuple(map(_version, self._counted)) == self._versions
+    def are_of(self, topk_idx: torch.Tensor, experts: int) -> bool:
+        """Whether this was counted of ``topk_idx``, to which torch has not written since."""
+        return topk_idx is self._ids and experts == self._experts and _version(topk_idx) == self._version
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -79,12 +77,14 @@ class Marks:
 
         return count
 
-    def launches(self, kernels: TritonNormalKernels, context: int, state: int) -> tuple[Launch, ...]:
-        """``context`` not 0: the host is told of an id out of range."""
+    def reporting(self, kernels: TritonNormalKernels, context: int, state: int) -> tuple[Launch, ...]:
+        """What tells the host of an id out of range."""
+        return kernels.report(context, state, self._bad.data_ptr(), self._experts)
+
+    def counting(self, kernels: TritonNormalKernels) -> tuple[Launch, ...]:
+        """What counts."""
         tokens, topk = self._ids.shape
         return kernels.mark(
-            context,
-            state,
             self._ids.data_ptr(),
             tokens,
             topk,
@@ -100,15 +100,17 @@ class Route:
     """Who gets which tokens, to be filled by kernels: from the ids where there are any, else from the marks.
 
     Args:
-        last: what the last layout was counted to, None for nothing. That one is not counted again.
+        last: what the last layout was counted to, None for nothing. The same ids are not counted again.
     """
 
     def __init__(self, layout: Layout, topk_idx: torch.Tensor | None, ranks: int, last: Marks | None) -> None:
         _, in_rank, per_expert = layout
-        self._is_counted = topk_idx is not None and last is not None and last.are_of(topk_idx, layout)
-        self._marks = last
-        if not self._is_counted:
-            self._marks = None if topk_idx is None else Marks(topk_idx, per_expert.shape[0], ranks)
+        self._marks: Marks | None = None
+        self._is_counted = False
+        if topk_idx is not None:
+            experts = per_expert.shape[0]
+            self._is_counted = last is not None and last.are_of(topk_idx, experts)
+            self._marks = last if self._is_counted else Marks(topk_idx, experts, ranks)
         self._given = per_expert
         self.in_rank = in_rank if self._marks is None else self._marks.in_rank
         self.per_expert = torch.empty_like(per_expert) if self._marks is None else self._marks.per_expert
@@ -122,8 +124,8 @@ class Route:
     def steps(self, kernels: TritonNormalKernels, addresses: tuple[int, int]) -> Steps:
         """In the order of the stream."""
         if self._marks is not None:
-            # the last one tells the host of an id out of range
-            return all_of(self._marks.launches(kernels, *addresses)[-1 if self._is_counted else 0 :])
+            counting = () if self._is_counted else self._marks.counting(kernels)
+            return all_of(counting + self._marks.reporting(kernels, *addresses))
 
         def bound() -> None:
             # the peers refuse more rows for an expert than there are rows

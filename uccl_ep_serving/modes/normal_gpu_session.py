@@ -202,12 +202,7 @@ class NormalGpuSession:
         return operation
 
     def launch(
-        self,
-        operation: Operation,
-        work: Callable[[], None],
-        used: Sequence[torch.Tensor],
-        finish: bool,
-        resumes: bool = False,
+        self, operation: Operation, work: Callable[[], None], used: Sequence[torch.Tensor], finish: bool
     ) -> EventOverlap:
         """Launch ``work``, all of an operation or a part of it, in the order of the streams; see ``StreamOrder.run``.
 
@@ -215,7 +210,7 @@ class NormalGpuSession:
         the ranks apart.
         """
         operation.void = False
-        return self._gpu.order.run(work, used, own_stream=True, finish=finish, resumes=resumes)
+        return self._gpu.order.run(work, used, own_stream=True, finish=finish)
 
     def wait_reply(self, operation: Operation, form: RowFormat, present: Present) -> None:
         """Wait until the opening of this operation has told the host what it knows. Raises what it found to be wrong.

@@ -108,9 +108,13 @@ class Cell:
     def append(self, message: Message) -> None:
         history = self.history
         history.append(message)
-        # halves of a cell are written in turn
-        if len(history) > LONGEST and not history[0].mask & ~(history[1].mask | history[2].mask):
-            del history[0]
+        if len(history) > LONGEST:
+            over = history[1].mask
+            if self.region.private or history[1].order <= self.shown:
+                # halves are written in turn; of those that the host has not seen the first is not shown without its own
+                over |= history[2].mask
+            if not history[0].mask & ~over:
+                del history[0]
 
     def last_of(self, mask: int) -> Message:
         """The last write of some of these bytes."""

@@ -7,6 +7,10 @@ import pytest
 
 from tests.ptx.machine.machine import Machine
 from tests.ptx.machine.report import DataRace, MachineError, Uninitialised, Unmapped
+from tests.ptx.memory.clocks import NOBODY
+from tests.ptx.memory.histories import LONGEST, Cell, Message
+from tests.ptx.memory.operation import INITIAL
+from tests.ptx.memory.regions import Region
 from tests.ptx.memory.weak import Weak
 from tests.ptx.texts import kernel, line_of, memory
 
@@ -191,6 +195,33 @@ def test_any_lane_of_a_warp_tells_what_all_have_stored_in_one_place(lane: int) -
             else:
                 with pytest.raises(DataRace):
                     run(body, grid=2, threads=32, seed=seed)
+
+
+@pytest.mark.parametrize("last", ["st.global.b32 [%rd1], 2;", "st.global.b64 [%rd1], 2;"])
+def test_what_a_thread_writes_beside_other_bytes_tells_it_nothing_of_these(last: str) -> None:
+    body = in_turn(
+        "st.global.b32 [%rd1], 7;", f"st.global.b32 [%rd1+4], 1;\n{last}", "st.relaxed.gpu", "ld.relaxed.gpu"
+    )
+    for seed in SEEDS:
+        with pytest.raises(DataRace, match="wrote 0x7"):
+            run(body, grid=2, seed=seed)
+
+
+def test_halves_that_the_host_has_not_seen_are_shown_with_what_was_beside_them() -> None:
+    words = memory(1)
+    cell = Cell(Region("words", words.ctypes.data, words.nbytes, True, False), 0)
+    halves = (1 << 32) - 1, (1 << 32) - 1 << 32
+
+    def write(count: int) -> None:
+        for number in range(count):
+            order = cell.history[-1].order + 1.0
+            cell.append(Message(0, halves[number % 2], NOBODY, -1, INITIAL, order, 0))
+
+    write(2 * LONGEST)
+    assert len(cell.history) == 2 * LONGEST + 1
+    cell.shown = cell.history[-1].order
+    write(LONGEST)
+    assert len(cell.history) == 2 * LONGEST + 1
 
 
 def shared(between: str, seed: int, memory_model: Weak) -> np.ndarray:

@@ -352,7 +352,7 @@ class Weak(Proxies):
         for agent, at, value in zip(agents, addresses, values, strict=True):
             cell = cells.get(at >> 3)
             last = cell.history[-1] if cell else None
-            if not cell or not last or not self._heard_of(agent, last):
+            if not cell or not last or last.mask != M64 or not self._heard_of(agent, last):
                 self._write(agent, at, value & M64, M64, operation, None)
                 continue
             if cell.readers:
@@ -373,12 +373,12 @@ class Weak(Proxies):
         self, agent: Agent, at: int, value: int, mask: int, operation: Operation, release: Release | None
     ) -> None:
         cell = self.cells.get(at >> 3) or self._checked_cell(at, mask)
-        last = cell.history[-1]
-        known = self._heard_of(agent, last)
+        last = cell.last_of(mask)
+        known = not mask & ~last.mask and self._heard_of(agent, last)
         place = -1 if known else self._place(agent, cell, value, mask, operation)
         if cell.readers:
             self._overwrite(agent, cell, mask, operation)
-        order = last.order + 1.0
+        order = cell.history[-1].order + 1.0
         if operation.strong:
             own = self._patterns(agent, cell, mask, release)
             message: Message = StrongMessage(value, mask, agent, operation, order, self.step, own)
@@ -398,14 +398,17 @@ class Weak(Proxies):
         Threads of a CTA that store the same by one instruction do not race: Triton lets those that hold the same.
         """
         history = cell.history
-        lowest, free = len(history), True
+        lowest, free, left = len(history), True, mask
         for place in range(len(history) - 1, 0, -1):
             message = history[place]
-            if not message.mask & mask:
+            if not message.mask & left:
                 free = False
                 continue
             if self._is_floor(agent, cell, message):
-                break
+                free, left = False, left & ~message.mask
+                if not left:
+                    break
+                continue
             same = message.operation is operation and message.agent.block_key == agent.block_key
             same = same and not (message.value ^ value) & mask & message.mask
             same = same or not message.touched & mask

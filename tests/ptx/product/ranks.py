@@ -83,13 +83,7 @@ class _Order(HostOrder):
         self._synchronise = synchronise
 
     def run(
-        self,
-        launch: Callable[[], None],
-        tensors: Sequence[torch.Tensor],
-        *,
-        own_stream: bool,
-        finish: bool,
-        resumes: bool = False,
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
         event = super().run(launch, tensors, own_stream=own_stream, finish=finish)
         self._synchronise()

@@ -33,13 +33,7 @@ class Recording(RecordingOrder):
         self._synchronise = synchronise
 
     def run(
-        self,
-        launch: Callable[[], None],
-        tensors: Sequence[torch.Tensor],
-        *,
-        own_stream: bool,
-        finish: bool,
-        resumes: bool = False,
+        self, launch: Callable[[], None], tensors: Sequence[torch.Tensor], *, own_stream: bool, finish: bool
     ) -> EventOverlap:
         def whole() -> None:
             launch()
