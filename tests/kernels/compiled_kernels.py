@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for GPUs that are not there, and finds the traps of Triton in what comes out.
 
 ``python compiled_kernels.py TARGET [KERNEL ...]`` prints one JSON object per kernel and specialization, with the
-faults found: of the kernels named, else one of each kernel. It is a process of its own because Triton
-must not be the interpreter here. PYTHONPATH chooses the version of Triton.
+faults found: of the kernels named, else one of each kernel. It is a process of its own because Triton must not be the
+interpreter here. PYTHONPATH chooses the version of Triton.
 """
 
 from __future__ import annotations

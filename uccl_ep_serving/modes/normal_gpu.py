@@ -152,16 +152,16 @@ class NormalGpu:
                 used += route.tensors
             opening = self._opening(known, counts, present, tokens)
             outputs = Outputs(args, tokens * args.copies if reads_back else known.capacity, self._device)
-            used += [known.route, known.number, known.is_token_in_rank, *outputs.slots]
+            used += [known.route, known.number, known.is_token_in_rank]
             used += _copied(x, topk_idx, topk_weights, *layout)
             with session.operation(form) as operation:
                 if reads_back:
                     steps = (*before, *all_of(present.kernels.open(*present.addresses, wire, opening, 0)))
                     steps += outputs.filling
-                    session.launch(operation, lambda: run_all(steps), used, finish=False)
+                    session.launch(operation, lambda: run_all(steps), [*used, *outputs.slots], finish=False)
                     session.wait_reply(operation, form, present)
                     # until the rows are moved the device waits for what stands here
-                    known, before = self._after_opening(known, present), ()
+                    known = self._after_opening(known, present)
                     before = outputs.allocate(known.capacity)
                 else:
                     before += outputs.filling + outputs.allocate(known.capacity)
