@@ -54,6 +54,9 @@ _EVEN = re.compile(r"(?:tail )?(?:call .*@llvm\.[su]?(?:min|max)\w*\.|(?:add|mul
 _CONVERSIONS = {"zext", "trunc", "shl", "lshr", "or", "bitcast", "insertelement", "extractelement", "freeze"}
 #: How ``update.dpp`` changes a lane's number, by its control word: quad_perm, row_ror:8, row_mirror, row_half_mirror.
 _DPP = {"177": 1, "78": 2, "27": 3, "296": 8, "320": 15, "321": 7}
+#: Lanes four away take each other's values in two steps, row_shr:4 into the second four of eight, row_shl:4 into the
+#: first: control word, rows and banks.
+_DOWN, _UP = ["276", "15", "10"], ["260", "15", "5"]
 _READS = re.compile(r"\.sreg\.|workitem|mbcnt|memtime|memrealtime|s\.getreg|clock")
 
 
@@ -76,7 +79,7 @@ class _Analysis:
         merged: dict[int, frozenset[int]] = {}
         for head, blocks in loops(self._ahead):
             merged[head] = merged.get(head, frozenset()) | blocks
-        self._loops = list(merged.values())
+        self._loops, self._heads = list(merged.values()), set(merged)
         self._around = [
             frozenset(number for number, blocks in enumerate(self._loops) if place in blocks)
             for place in range(len(self._ahead))
@@ -239,10 +242,31 @@ class _Analysis:
         bring different values."""
         bits = 0
         for place in self._meet[one.block]:
-            ways = (name for name, way in _ways(one) if self._leads(place, self._function.labels.get(way, 0)))
-            if len({self._form(name) for name in ways}) > 1:
+            if len(self._brought(one, place)) > 1:
                 bits |= self._condition(place)
         return bits
+
+    def _brought(self, phi: Instruction, place: int) -> set[str]:
+        """How the values of ``phi`` come about on the ways from ``place``. What another phi joins on such a way counts
+        as what it has from there: the compiler brings ways together before they meet."""
+        found: set[str] = set()
+        for name, way in _ways(phi):
+            if not self._leads(place, self._function.labels.get(way, 0)):
+                continue
+            inner = self._defined.get(name)
+            if inner and inner.opcode == "phi" and self._joins_between(inner, place):
+                found |= self._brought(inner, place)
+            else:
+                found.add(self._form(name))
+        return found
+
+    def _joins_between(self, phi: Instruction, place: int) -> bool:
+        """Threads that part at ``place`` come to ``phi`` before they meet, and not in another turn of a loop."""
+        return (
+            place in self._under[phi.block]
+            and phi.block not in self._heads
+            and self._around[phi.block] == self._around[place]
+        )
 
     def _leads(self, place: int, block: int) -> bool:
         """Threads that part at ``place`` may come through ``block`` before all of them meet."""
@@ -295,7 +319,11 @@ class _Analysis:
             _, _, change, segments = arguments(one)
             return int(change) if change.isdigit() and segments == "31" else 0
         if "amdgcn.update.dpp" in one.callee:
-            _, _, control, rows, banks, _ = arguments(one)
+            old, value, *how, _ = arguments(one)
+            first = self._defined.get(old)
+            if how == _UP and first and first.callee == one.callee and arguments(first)[1:-1] == [value, *_DOWN]:
+                return 4
+            control, rows, banks = how
             return _DPP.get(control, 0) if (rows, banks) == ("15", "15") else 0
         if "amdgcn.ds.bpermute" in one.callee:
             # the address is four times the lane

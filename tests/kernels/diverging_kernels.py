@@ -15,7 +15,7 @@ import triton.language as tl
 from tests.kernels.divergence import divergences
 from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
 from uccl_ep_serving.kernels.triton.launch import Launch, Variant
-from uccl_ep_serving.kernels.triton.words import CUDA, HIP, acquire_each, int32s, uniform
+from uccl_ep_serving.kernels.triton.words import CUDA, HIP, acquire_each, enter, int32s, uniform
 
 
 @triton.jit
@@ -85,7 +85,9 @@ def of_a_poll(
 
 @triton.jit(noinline=True)
 def _told(word: tl.tensor, out: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """Reached by all, and left by as many, when all are told the same."""
+    """Reached by all, and left by as many, when all are told the same. Without the barrier LLVM takes a function that
+    only reads for one that no lanes wait in, and has the one lane call it that stores what it returns."""
+    enter()
     found = tl.full((), 0, tl.int32)
     if word != 0:
         found = largest(out, LANES)

@@ -60,6 +60,21 @@ meet:
   %v = phi i32 [ 1, %0 ], [ 2, %left ]
   %c = icmp eq i32 %v, 1
 """
+#: Two ways on which lanes part, and values that meet before the lanes do: of one way, the same for all.
+MEET_EARLY = """
+  %p = icmp ult i32 %t, 9
+  br i1 %same, label %left, label %right
+left:
+  br i1 %p, label %early, label %meet
+right:
+  br i1 %p, label %early, label %meet
+early:
+  %w = phi i32 [ 1, %left ], [ 2, %right ]
+  br label %meet
+meet:
+  %v = phi i32 [ 1, %left ], [ 2, %right ], [ %w, %early ]
+  %c = icmp eq i32 %v, 1
+"""
 ACQUIRED = '%a0 = call i64 asm sideeffect "ld.acquire.sys.global.b64 $0, [$1];", "=l,l"(i64 %base) #2, !dbg !5'
 PLAIN = '%a0 = call i64 asm sideeffect "ld.global.b64 { $0 }, [ $1 + 0 ];", "=l,l"(i64 %base) #2, !dbg !5'
 LANE_WORD = """%at = getelementptr i32, ptr addrspace(1) %from, i32 %t
@@ -75,6 +90,15 @@ def reduced(*steps: int) -> str:
         lines.append(f"%r{number} = add i32 {last}, %x{number}")
         last = f"%r{number}"
     return "\n  ".join([*lines, f"%c = icmp eq i32 {last}, 7", ""])
+
+
+def reduced_on_rocm(banks: int) -> str:
+    """The same by all, where those four away are asked in two steps; ``banks`` takes part in the second."""
+    four = "%x2 = call i32 @llvm.nvvm.shfl.sync.bfly.i32(i32 -1, i32 %r1, i32 4, i32 31)"
+    taken = "call i32 @llvm.amdgcn.update.dpp.i32(i32 {}, i32 %r1, i32 {}, i32 15, i32 {}, i1 false)"
+    return reduced(16, 8, 4, 2, 1).replace(
+        four, f"%h = {taken.format('%r1', 276, 10)}\n  %x2 = {taken.format('%h', 260, banks)}"
+    )
 
 
 def calling(passed: str, result: str, *, then: str = "ret void", behind: str = "ret void") -> str:
@@ -143,6 +167,7 @@ RIGHT = {
         + BRANCH.format(BARRIER),
     ),
     "a reduction by exchanges in pairs": (32, reduced(16, 8, 4, 2, 1) + BRANCH.format(BARRIER)),
+    "a reduction by exchanges of ROCm's": (32, reduced_on_rocm(5) + BRANCH.format(BARRIER)),
     "behind the branch": (
         32,
         TID
@@ -161,6 +186,7 @@ RIGHT = {
         calling("%n", "i32", then="ret i32 %0", behind="%c = icmp eq i32 %r, 3" + BRANCH.format(BARRIER)),
     ),
     "what is the same of two that a function returns": (32, calling("%n", "{ i32, i32 }", then=TWO, behind=taken(0))),
+    "values of one way that meet early": (32, TID + MEET_EARLY + BRANCH.format(SHUFFLE)),
     "ways of all": (32, MEET.replace("%p", "%same") + BRANCH.format(BARRIER)),
 }
 #: What is wrong: also the operation and the cause that are named.
@@ -210,6 +236,12 @@ WRONG = {
         "tid.x",
     ),
     "a reduction of half the lanes": (32, reduced(8, 4, 2, 1) + BRANCH.format(SHUFFLE), "shfl.sync.idx", "tid.x"),
+    "a reduction of which some lanes miss a step": (
+        32,
+        reduced_on_rocm(1) + BRANCH.format(SHUFFLE),
+        "shfl.sync.idx",
+        "",
+    ),
     "turns of each lane's own": (
         32,
         TID + LOOP.replace("%n\n", "%t\n").format(SHUFFLE),
@@ -225,6 +257,14 @@ WRONG = {
     "ways of each lane's own": (
         32,
         TID + "\n  %p = icmp ult i32 %t, 9" + MEET + BRANCH.format(SHUFFLE),
+        "shfl.sync.idx",
+        "tid.x",
+    ),
+    "another value that meets early": (
+        32,
+        TID
+        + MEET_EARLY.replace("phi i32 [ 1, %left ], [ 2, %right ]\n", "phi i32 [ 3, %left ], [ 2, %right ]\n")
+        + BRANCH.format(SHUFFLE),
         "shfl.sync.idx",
         "tid.x",
     ),
