@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from ...errors import ConfigError, TransportError
 from ..blocks.normal_device import NormalFormat, NormalOpening, NormalTensors
-from ..triton.launch import Launch, Target
+from ..triton.launch import Launch
 from ..triton.normal import TritonNormalKernels
+from ..triton.target import Target
 from . import blocks, nvrtc
 
 __all__ = ["CopyCode", "CopyLaunch", "CopyNormalKernels", "check_copies"]

@@ -15,6 +15,7 @@ Rules that every kernel here keeps, because each was a hang, a race or wrong bit
 A kernel has many arguments, because a launch has no other way to be told: addresses and sizes, which may change from
 launch to launch, and in capitals the constants that it is compiled for.
 
-``BACKEND`` is 0 in the interpreter, 1 for CUDA, 2 for ROCm; the interpreter knows no inline assembly and no clock.
+What differs between CUDA, ROCm and the interpreter, which knows no inline assembly and no clock, kernels ask of
+:mod:`.target` while they are compiled.
 Importing this package imports Triton.
 """

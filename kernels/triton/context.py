@@ -142,9 +142,9 @@ def report_address(context: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def sticky_code(context: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def sticky_code(context: tl.tensor) -> tl.tensor:
     """Code of the sticky error, which proxies and host set: 0 until all lanes see it. For kernels of one warp."""
-    return acquire(peek(context + _ERROR), BACKEND)
+    return acquire(peek(context + _ERROR))
 
 
 @triton.jit
@@ -154,6 +154,6 @@ def has_failed(context: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def has_failed_now(context: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def has_failed_now(context: tl.tensor) -> tl.tensor:
     """The same where another program of this kernel may fail meanwhile. For kernels of one warp."""
-    return acquire(verdict_address(context), BACKEND) != 0
+    return acquire(verdict_address(context)) != 0

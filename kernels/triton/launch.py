@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import triton
 
 from ...errors import TransportError
-from .words import CUDA, HIP, INTERPRETER
 
 _log = logging.getLogger("uccl_ep_serving")
 
@@ -20,29 +19,6 @@ _log = logging.getLogger("uccl_ep_serving")
 #: launch, hook before, hook after, arguments with constants), and compile an integer that is a multiple of 16 as such.
 _KNOWN = frozenset({"3.6", "3.7", "3.8", "3.9"})
 _KNOBS = triton.knobs.runtime
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What kernels are compiled for.
-
-    Attributes:
-        backend: 0 interpreter, 1 CUDA, 2 ROCm.
-        warp: lanes of a warp.
-        fnuz: True on gfx942, whose FP8 is e4m3fnuz.
-        in_order: programs start in the order of their numbers. On CUDA they do (CUB's scans rely on it, too), and in
-            the interpreter, which runs one after the other; on ROCm dies of one device take them in turn.
-    """
-
-    backend: int
-    warp: int
-    fnuz: bool = False
-    in_order: bool = True
-
-    @property
-    def interpreted(self) -> bool:
-        """True in Triton's interpreter."""
-        return self.backend == int(INTERPRETER.value)
 
 
 class _Loaded(NamedTuple):
@@ -219,13 +195,3 @@ def _hash(function: Any, seen: set[int]) -> None:
             seen.add(id(one))
             _hash(one, seen)
     function.cache_key  # noqa: B018
-
-
-def present_target() -> Target:
-    """The target of this process: the interpreter when ``TRITON_INTERPRET=1`` was set before Triton was imported."""
-    if triton.knobs.runtime.interpret:
-        return Target(int(INTERPRETER.value), 8)
-    target = triton.runtime.driver.active.get_current_target()
-    if target.backend == "hip":
-        return Target(int(HIP.value), target.warp_size, str(target.arch).startswith("gfx942"), in_order=False)
-    return Target(int(CUDA.value), 32)

@@ -20,6 +20,7 @@ from .blocks import (
     S_COMBINE_READ,
     S_COMBINE_RECV,
     S_COMBINE_RECV_STEP,
+    S_TICKETS,
     T_COMBINE_COME,
     route_table,
     state_table,
@@ -28,10 +29,10 @@ from .context import has_failed_now, is_live, landing_window, rank_count, stream
 from .kernel import kernel
 from .ll_counts import mark_read, one_lane
 from .ll_message import AT_CODING, AT_ROWS, HEADER, LOW, MARK, check_header, read_header, word_of
-from .programs import COMBINE_RECV, await_ready, program_number, stamp_of, tell_ready
+from .programs import COMBINE_RECV, await_ready, stamp_of, tell_ready
 from .quant import load_together, store_floats
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
-from .words import clock_ns, floats, int64s, peek, poke
+from .words import clock_ns, floats, int64s, peek, poke, program_number
 
 _COMBINE, _TAG = tl.constexpr(LL_COMBINE), tl.constexpr(LowLatencyHeader.COMBINE_TAG)
 _EXPANDED, _REDUCED, _F32 = tl.constexpr(FORM_EXPANDED), tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
@@ -47,30 +48,28 @@ def _hear(
     waited: tl.tensor,
     DTYPE: tl.constexpr,
     REDUCED: tl.constexpr,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """What one of the first programs does for its rank, whose rows must be those that this one was promised."""
-    start = clock_ns(BACKEND)
+    start = clock_ns()
     stream = stream_of(_COMBINE, number)
-    good = has_failed_now(context, BACKEND) == 0
+    good = has_failed_now(context) == 0
     live = is_live(context, peer)
     if good & live:
         # what of this needs no message is on its way while that is
         region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
         header = landing_window(context, peer) + region + peek(route_table(route, R_RETURN_BASE, peer))
         due = peek(route_table(route, R_COUNTS if REDUCED else R_PAIRS, peer))
-        peers, mine = one_lane(peer, LANES)
-        good = wait_messages(context, state, peers, mine, mine, _COMBINE, number, waited, start, True, BACKEND)
+        peers, mine = one_lane(peer)
+        good = wait_messages(context, state, peers, mine, mine, _COMBINE, number, waited, start, True)
         if good:
             come_at = state_table(state, T_COMBINE_COME + (number & 1), peer)
             come = peek(come_at)
             # every thread has read what one of them is about to overwrite
             tl.debug_barrier()
             poke(come_at, tl.maximum(come, number // 2 + 1))
-            words = read_header(header, BACKEND)
+            words = read_header(header)
             told, rows = word_of(words, AT_CODING), word_of(words, AT_ROWS)
-            got, expected = check_header(state, route, peer, words, number, _TAG, BACKEND)
+            got, expected = check_header(state, route, peer, words, number, _TAG)
             coding: tl.constexpr = ((_REDUCED if REDUCED else _EXPANDED) << 8) | DTYPE
             if (got == expected) & (told != coding):
                 got, expected = MARK | told & LOW, expected * 0 + (MARK | coding)
@@ -78,8 +77,8 @@ def _hear(
                 got, expected = rows, due
             good = got == expected
             if good == 0:
-                fail(context, state, FAILURE_PROTOCOL, peer, stream, got, expected, BACKEND)
-    tell_ready(state, peer, stamp_of(COMBINE_RECV, number), good & live, BACKEND)
+                fail(context, state, FAILURE_PROTOCOL, peer, stream, got, expected)
+    tell_ready(state, peer, stamp_of(COMBINE_RECV, number), good & live)
 
 
 # what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
@@ -103,8 +102,6 @@ def combine_recv(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STARTS_IN_ORDER: tl.constexpr,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """Receive the combine message of every rank, whose number is at ``ticket``, and sum; grid
     (R + ceil(tokens / ROWS) * ceil(HIDDEN / BLOCK),). Compile without fused multiply-add.
@@ -112,20 +109,20 @@ def combine_recv(
     Reduced form: plain float32 sum over ranks, ascending. Expanded form: weighted float32 sum over top-k slots in slot
     order. Rounded once; a token without experts is zero, and so is one whose rows do not come.
 
-    Eight arguments of a launch, twelve constants.
+    Eight arguments of a launch, ten constants.
 
     Args:
         weights: float32[tokens, TOPK], used in the expanded form.
         out: [tokens, HIDDEN] of DTYPE, on a multiple of 16 bytes; ROW_BYTES a row on the wire.
         waited: int64[R] to which the nanoseconds waited for each rank are added, or 0.
         TOGETHER: slots whose rows are loaded together: a program waits once for their places and once for them.
-        STARTS_IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
+        STARTS_IN_ORDER: programs start in the order of their numbers.
     """
     tokens, waited = tokens.to(tl.int64), waited.to(tl.int64)
     ranks, number = rank_count(context), peek(ticket)
-    mine = program_number(state, STARTS_IN_ORDER)
+    mine = program_number(state + S_TICKETS, STARTS_IN_ORDER)
     if mine < ranks:
-        _hear(context, state, route, mine, number, waited, DTYPE, REDUCED, LANES, BACKEND)
+        _hear(context, state, route, mine, number, waited, DTYPE, REDUCED)
         if mine == 0:
             # only later kernels tell others, which find all of this one done, or that it failed
             mark_read(state, S_COMBINE_READ, S_COMBINE_AHEAD, number)
@@ -153,7 +150,6 @@ def combine_recv(
             TOGETHER,
             ROWS,
             BLOCK,
-            BACKEND,
         )
 
 
@@ -177,7 +173,6 @@ def _sum_rows(
     TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """Sum values ``value`` [1, BLOCK] of tokens ``token`` [ROWS]. Its arguments are those of the kernel that it is a
     part of."""
@@ -189,7 +184,7 @@ def _sum_rows(
     ranks = tl.where(entries >= 0, entries >> 32, 0)
     wanted = entries >= 0
     stamp, stream = stamp_of(COMBINE_RECV, number), stream_of(_COMBINE, number)
-    _, ready = await_ready(context, state, ranks, wanted, stamp, stream, BACKEND)
+    _, ready = await_ready(context, state, ranks, wanted, stamp, stream)
     lacking = tl.max((wanted & (ready == 0)).to(tl.int32), axis=1)
     region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP) + HEADER
     wanted_values = ((token < tokens) & (lacking == 0))[:, None] & (value < HIDDEN)
@@ -208,7 +203,7 @@ def _sum_rows(
             if not REDUCED:
                 factor = tl.load(floats(weights + 4 * at), mask=here, other=0.0)
                 factors += (factor,)  # type: ignore[assignment]
-        parts = load_together(sources, there, value, wanted_values, DTYPE, TOGETHER, BACKEND)
+        parts = load_together(sources, there, value, wanted_values, DTYPE, TOGETHER)
         for step in tl.static_range(TOGETHER):
             part = parts[step]
             if not REDUCED:
@@ -216,6 +211,4 @@ def _sum_rows(
             # what is not there adds zero to a sum that is never -0
             total += part
     total = tl.where(lacking[:, None] != 0, 0.0, total)
-    store_floats(
-        out + token * (HIDDEN * width), value, total, (token < tokens)[:, None] & (value < HIDDEN), DTYPE, BACKEND
-    )
+    store_floats(out + token * (HIDDEN * width), value, total, (token < tokens)[:, None] & (value < HIDDEN), DTYPE)

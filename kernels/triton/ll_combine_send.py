@@ -27,6 +27,7 @@ from .blocks import (
     S_COMBINE_RECV_STEP,
     S_COMBINE_SEND,
     S_COMBINE_SEND_STEP,
+    S_TICKETS,
     T_COMBINE_BASE,
     T_MESSAGE_AT,
     route_table,
@@ -43,12 +44,12 @@ from .programs import (
     finish_one,
     last_peer,
     may_publish,
-    program_number,
     stamp_of,
     tell_ready,
 )
 from .quant import load_together, store_floats
-from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uniform
+from .target import lanes
+from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, program_number, settle, uniform
 
 _COMBINE, _TAG = tl.constexpr(LL_COMBINE), tl.constexpr(LowLatencyHeader.COMBINE_TAG)
 _REDUCED, _F32 = tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
@@ -64,8 +65,6 @@ def _serve(
     start: tl.tensor,
     ROW_BYTES: tl.constexpr,
     DTYPE: tl.constexpr,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """What one of the first programs does for its source. True when there is something to pack. Its arguments are those
     of the kernel."""
@@ -76,14 +75,14 @@ def _serve(
     base = peek(route_table(route, R_RETURN_BASE, source))
     poke(state_table(state, T_COMBINE_BASE + parity, source), base)
     # the place is read again while waiting
-    settle(BACKEND)
-    good = has_failed_now(context, BACKEND) == 0
+    settle()
+    good = has_failed_now(context) == 0
     live = is_live(context, source)
     free = tl.full((), 0, tl.int64)
     if good & live:
         before = tl.full((), 0, tl.int64)
-        for first in range(0, ranks, LANES):
-            peers = first + tl.arange(0, LANES).to(tl.int64)
+        for first in range(0, ranks, lanes()):
+            peers = first + tl.arange(0, lanes()).to(tl.int64)
             returned = int64s(route_table(route, R_RETURN_ROWS, peers))
             rows = tl.load(returned, mask=(peers < ranks) & (peers < source), other=0)
             before += tl.sum(rows.to(tl.int32), axis=0)
@@ -93,17 +92,17 @@ def _serve(
         target += peek(route_table(route, R_RETURN_TO, source))
         nbytes = HEADER + peek(route_table(route, R_RETURN_ROWS, source)) * ROW_BYTES
         place_message(context, state, source, staging, target, nbytes)
-        free, good = tell_combines_free(context, state, source, start, LANES, BACKEND)
+        free, good = tell_combines_free(context, state, source, start)
         if good:
-            good = wait_space(context, state, source, _COMBINE, start, LANES, BACKEND)
+            good = wait_space(context, state, source, _COMBINE, start)
     # rows are packed beside the header
-    tell_ready(state, source, stamp_of(COMBINE_SEND, number), good & live, BACKEND)
+    tell_ready(state, source, stamp_of(COMBINE_SEND, number), good & live)
     if good & live:
         message = peek(state_table(state, T_MESSAGE_AT, source))
         rows = peek(route_table(route, R_RETURN_ROWS, source))
         coding = (peek(route_table(route, R_RETURN_FORM, source)) << 8) | DTYPE
         nowhere = tl.full((), 0, tl.int64)
-        write_header(state, route, source, message, number, rows, coding, nowhere, free, _TAG, BACKEND)
+        write_header(state, route, source, message, number, rows, coding, nowhere, free, _TAG)
     return good & live
 
 
@@ -123,11 +122,9 @@ def combine_send(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STARTS_IN_ORDER: tl.constexpr,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """Send the next combine message to every source; grid (R * any,). Compile without fused multiply-add: product and
-    sum are rounded separately, as everywhere else. Six arguments of a launch, ten constants.
+    sum are rounded separately, as everywhere else. Six arguments of a launch, eight constants.
 
     Args:
         ticket: address of the int64 where the message number is stored, for the receive.
@@ -135,11 +132,11 @@ def combine_send(
             row on the wire.
         layout_range: int64[L, R] of the dispatch.
         TOGETHER: slots whose rows are loaded together. BLOCK: values summed at a time, half as many as words moved.
-        STARTS_IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
+        STARTS_IN_ORDER: programs start in the order of their numbers.
     """
-    start = clock_ns(BACKEND)
+    start = clock_ns()
     ranks = rank_count(context)
-    program = program_number(state, STARTS_IN_ORDER)
+    program = program_number(state + S_TICKETS, STARTS_IN_ORDER)
     part, source = divide(program, ranks)
     tokens = peek(route_table(route, R_RECEIVED, source))
     parts = divide(tl.num_programs(0), ranks)[0]
@@ -152,14 +149,14 @@ def combine_send(
     if part < working:
         if part == 0:
             told = tl.full((), 1, tl.int1)
-            good = _serve(context, state, route, ticket, source, start, ROW_BYTES, DTYPE, LANES, BACKEND)
+            good = _serve(context, state, route, ticket, source, start, ROW_BYTES, DTYPE)
         else:
             number = peek(state + S_COMBINE_NUMBER)
             one = source + tl.zeros([1], tl.int64)
             stamp, stream = stamp_of(COMBINE_SEND, number), stream_of(_COMBINE, number)
-            known, ready = await_ready(context, state, one, one == one, stamp, stream, BACKEND)
-            told = uniform(tl.max(known.to(tl.int32), axis=0), BACKEND) != 0
-            good = uniform(tl.max(ready.to(tl.int32), axis=0), BACKEND) != 0
+            known, ready = await_ready(context, state, one, one == one, stamp, stream)
+            told = uniform(tl.max(known.to(tl.int32), axis=0)) != 0
+            good = uniform(tl.max(ready.to(tl.int32), axis=0)) != 0
         if good:
             first_row = peek(state_table(state, T_MESSAGE_AT, source)) + HEADER
             _pack_rows(
@@ -180,18 +177,17 @@ def combine_send(
                 TOGETHER,
                 ROWS,
                 BLOCK,
-                BACKEND,
             )
-            settle(BACKEND)
+            settle()
         # also where nothing may be said any more: an operation ends in every case
         if told:
             if finish_one(state, source) == working - 1:
                 # what this program has acquired with its piece of work: for all threads
-                settle(BACKEND)
+                settle()
                 number = peek(state + S_COMBINE_NUMBER)
                 if may_publish(state, source, stamp_of(COMBINE_SEND, number)):
-                    publish_message(context, state, source, _COMBINE, number, start, LANES, BACKEND)
-                if last_peer(state, source, ranks, BACKEND):
+                    publish_message(context, state, source, _COMBINE, number, start)
+                if last_peer(state, source, ranks):
                     poke(state + S_COMBINE_NUMBER, number + 1)
 
 
@@ -230,7 +226,6 @@ def _pack_rows(
     TOGETHER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """Pack each of ``parts`` parts of the rows for ``source``, which are cut in ``columns``, from address ``first_row``
     on. Its arguments are those of the kernel that it is a part of."""
@@ -261,10 +256,10 @@ def _pack_rows(
                     sources += (x + row * (HIDDEN * width),)  # type: ignore[assignment]
                     there += (place >= 0,)  # type: ignore[assignment]
                     factors += (factor,)  # type: ignore[assignment]
-                parts_ = load_together(sources, there, value, wanted, DTYPE, TOGETHER, BACKEND)
+                parts_ = load_together(sources, there, value, wanted, DTYPE, TOGETHER)
                 for step in tl.static_range(TOGETHER):
                     total += factors[step][:, None] * parts_[step]
-            store_floats(first_row + index * ROW_BYTES, value, total, wanted, DTYPE, BACKEND)
+            store_floats(first_row + index * ROW_BYTES, value, total, wanted, DTYPE)
         else:
             before = route + peek(route + P_ROUTE_BEFORE) + 4 * source * most
             pair = tl.load(int32s(before + 4 * index), mask=inside, other=0).to(tl.int64)

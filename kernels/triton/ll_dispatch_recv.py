@@ -43,15 +43,17 @@ from .blocks import (
     S_DISPATCH_READ,
     S_DISPATCH_RECV,
     S_DISPATCH_SLOT,
+    S_TICKETS,
     route_table,
 )
 from .context import has_failed_now, is_live, landing_window, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import mark_read
 from .ll_message import AT_CODING, AT_RETURN_OFFSET, AT_ROWS, HEADER, LOW, MARK, check_header, read_header, word_of
-from .programs import DISPATCH_RECV, await_ready, finish_one, last_peer, program_number, stamp_of, tell_ready
+from .programs import DISPATCH_RECV, await_ready, finish_one, last_peer, stamp_of, tell_ready
+from .target import lanes
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
-from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, settle, uniform
+from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, program_number, settle, uniform
 
 _DISPATCH, _TAG = tl.constexpr(LL_DISPATCH), tl.constexpr(LowLatencyHeader.DISPATCH_TAG)
 _WEIGHTED = tl.constexpr(LowLatencyHeader.WEIGHTED)
@@ -77,13 +79,12 @@ def _take_header(
     message: tl.tensor,
     TOPK: tl.constexpr,
     CODING: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """Check what ``source`` says, and note it in the route block. False when it is refused."""
     most = peek(route + P_TOKENS)
-    words = read_header(message, BACKEND)
+    words = read_header(message)
     coding, told, back = word_of(words, AT_CODING), word_of(words, AT_ROWS), word_of(words, AT_RETURN_OFFSET)
-    got, expected = check_header(state, route, source, words, number, _TAG, BACKEND)
+    got, expected = check_header(state, route, source, words, number, _TAG)
     rows, pairs = told & LOW, told >> _PAIRS_SHIFT
     form = tl.where((coding & _WEIGHTED) != 0, _REDUCED, _EXPANDED).to(tl.int64)
     returned = tl.where(form == _REDUCED, rows, pairs)
@@ -103,9 +104,9 @@ def _take_header(
         poke(route_table(route, R_RETURN_FORM, source), form)
         poke(route_table(route, R_RETURN_ROWS, source), returned)
     else:
-        fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), got, expected, BACKEND)
+        fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), got, expected)
     # all threads read them again
-    settle(BACKEND)
+    settle()
     return good
 
 
@@ -118,8 +119,6 @@ def _lay_out(
     number: tl.tensor,
     layout_range: tl.tensor,
     deterministic: tl.tensor,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """Where the rows of ``source`` begin with each expert, and how many there are. False when the counts are
     refused."""
@@ -128,8 +127,8 @@ def _lay_out(
     filled = route + peek(route + P_ROUTE_FILLED)
     counts = _message(context, state, number, source) + HEADER
     refused = tl.full((), 0, tl.int64)
-    for first in range(0, local, LANES):
-        expert = first + tl.arange(0, LANES).to(tl.int64)
+    for first in range(0, local, lanes()):
+        expert = first + tl.arange(0, lanes()).to(tl.int64)
         inside = expert < local
         count = tl.load(int32s(counts + 4 * expert), mask=inside, other=0)
         wrong = (count < 0) | (count > rows)
@@ -138,7 +137,7 @@ def _lay_out(
         count = tl.where(wrong, 0, count)
         begin = tl.atomic_add(int32s(filled + 4 * expert), count, mask=inside, sem="relaxed", scope="gpu")
         if deterministic != 0:
-            begin = tl.zeros([LANES], tl.int32)
+            begin = tl.zeros([lanes()], tl.int32)
             for step in range(source):
                 lower = source - 1 - step
                 if is_live(context, lower):
@@ -148,9 +147,9 @@ def _lay_out(
                     begin += tl.minimum(tl.maximum(ahead, 0), most)
         entry = (begin.to(tl.int64) << 32) | count.to(tl.int64)
         tl.store(int64s(layout_range + 8 * (expert * ranks + source)), entry, mask=inside)
-    bad = uniform((refused != 0).to(tl.int32), BACKEND)
+    bad = uniform((refused != 0).to(tl.int32))
     if bad != 0:
-        fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), refused, rows, BACKEND)
+        fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), refused, rows)
     return bad == 0
 
 
@@ -165,31 +164,27 @@ def _hear(
     deterministic: tl.tensor,
     TOPK: tl.constexpr,
     CODING: tl.constexpr,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """What one of the first programs does for its source. True when there are rows to move. Its arguments are those of
     the kernel."""
-    start = clock_ns(BACKEND)
+    start = clock_ns()
     number = peek(route)
-    good = has_failed_now(context, BACKEND) == 0
+    good = has_failed_now(context) == 0
     live = is_live(context, source)
     if good:
         if live:
             # where order is asked for, the rows of lower ranks are counted first
-            for first in range(0, source + 1, LANES):
-                peers = first + tl.arange(0, LANES).to(tl.int64)
+            for first in range(0, source + 1, lanes()):
+                peers = first + tl.arange(0, lanes()).to(tl.int64)
                 mine = peers == source
                 awaited = is_live(context, peers) & (mine | (peers < source * deterministic))
                 if good:
-                    good = wait_messages(
-                        context, state, peers, awaited, mine, _DISPATCH, number, waited, start, True, BACKEND
-                    )
+                    good = wait_messages(context, state, peers, awaited, mine, _DISPATCH, number, waited, start, True)
             if good:
                 message = _message(context, state, number, source)
-                good = _take_header(context, state, route, source, number, message, TOPK, CODING, BACKEND)
+                good = _take_header(context, state, route, source, number, message, TOPK, CODING)
                 if good:
-                    good = _lay_out(context, state, route, source, number, layout_range, deterministic, LANES, BACKEND)
+                    good = _lay_out(context, state, route, source, number, layout_range, deterministic)
         else:
             # a lost source has sent nothing, and nothing returns to it
             zero = tl.full((), 0, tl.int64)
@@ -198,35 +193,28 @@ def _hear(
             poke(route_table(route, R_RETURN_FORM, source), zero)
             poke(route_table(route, R_RETURN_ROWS, source), zero)
             ranks = rank_count(context)
-            for first in range(0, peek(route + P_LOCAL), LANES):
-                expert = first + tl.arange(0, LANES).to(tl.int64)
+            for first in range(0, peek(route + P_LOCAL), lanes()):
+                expert = first + tl.arange(0, lanes()).to(tl.int64)
                 inside = expert < peek(route + P_LOCAL)
-                none = tl.zeros([LANES], tl.int64)
+                none = tl.zeros([lanes()], tl.int64)
                 tl.store(int64s(layout_range + 8 * (expert * ranks + source)), none, mask=inside)
-    tell_ready(state, source, stamp_of(DISPATCH_RECV, number), good & live, BACKEND)
+    tell_ready(state, source, stamp_of(DISPATCH_RECV, number), good & live)
     return good & live
 
 
 @triton.jit
 def _close(
-    context: tl.tensor,
-    state: tl.tensor,
-    route: tl.tensor,
-    source: tl.tensor,
-    recv_count: tl.tensor,
-    stats: tl.tensor,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
+    context: tl.tensor, state: tl.tensor, route: tl.tensor, source: tl.tensor, recv_count: tl.tensor, stats: tl.tensor
 ) -> None:
     """``source`` is done with: the last one leaves the counts, which are zero after a failure."""
     ranks = rank_count(context)
-    if last_peer(state, source, ranks, BACKEND):
+    if last_peer(state, source, ranks):
         # what the others have stored, or have found wrong
-        settle(BACKEND)
-        good = has_failed_now(context, BACKEND) == 0
+        settle()
+        good = has_failed_now(context) == 0
         filled, local = route + peek(route + P_ROUTE_FILLED), peek(route + P_LOCAL)
-        for first in range(0, local, LANES):
-            expert = first + tl.arange(0, LANES).to(tl.int64)
+        for first in range(0, local, lanes()):
+            expert = first + tl.arange(0, lanes()).to(tl.int64)
             inside = expert < local
             count = tl.where(good, tl.load(int32s(filled + 4 * expert), mask=inside, other=0), 0)
             tl.store(int32s(recv_count + 4 * expert), count, mask=inside)
@@ -258,10 +246,8 @@ def dispatch_recv(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STARTS_IN_ORDER: tl.constexpr,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
-    """Receive the dispatch message of every rank; grid (R * any,). Eleven arguments of a launch, ten constants.
+    """Receive the dispatch message of every rank; grid (R * any,). Eleven arguments of a launch, eight constants.
 
     Args:
         recv_x: [L, R * T, H], rows of PAYLOAD bytes without gaps; ROW_BYTES each on the wire.
@@ -270,20 +256,20 @@ def dispatch_recv(
         stats: int32[L] to which counts are added, or 0. waited: int64[R] to which the nanoseconds waited for each
             source are added, or 0.
         deterministic: 1 = an expert's rows stand by source rank, 0 = by arrival.
-        CODING: DTYPE_* that the rows must have. STARTS_IN_ORDER: programs start in the order of their numbers.
-            LANES: threads, except in the interpreter.
+        CODING: DTYPE_* that the rows must have.
+        STARTS_IN_ORDER: programs start in the order of their numbers.
     """
     stats, waited, deterministic = stats.to(tl.int64), waited.to(tl.int64), deterministic.to(tl.int64)
     ranks, number = rank_count(context), peek(route)
-    program = program_number(state, STARTS_IN_ORDER)
+    program = program_number(state + S_TICKETS, STARTS_IN_ORDER)
     part, source = divide(program, ranks)
     stamp, stream = stamp_of(DISPATCH_RECV, number), stream_of(_DISPATCH, number)
     if part == 0:
-        good = _hear(context, state, route, source, layout_range, waited, deterministic, TOPK, CODING, LANES, BACKEND)
+        good = _hear(context, state, route, source, layout_range, waited, deterministic, TOPK, CODING)
     else:
         one = source + tl.zeros([1], tl.int64)
-        _, ready = await_ready(context, state, one, one == one, stamp, stream, BACKEND)
-        good = uniform(tl.max(ready.to(tl.int32), axis=0), BACKEND) != 0
+        _, ready = await_ready(context, state, one, one == one, stamp, stream)
+        good = uniform(tl.max(ready.to(tl.int32), axis=0)) != 0
     # a source that was refused or lost is done with at once
     closes = (part == 0) & (good == 0)
     if good:
@@ -311,12 +297,11 @@ def dispatch_recv(
                 SLOTS,
                 ROWS,
                 BLOCK,
-                BACKEND,
             )
-            settle(BACKEND)
+            settle()
             closes = finish_one(state, source) == working - 1
     if closes:
-        _close(context, state, route, source, recv_count, stats, LANES, BACKEND)
+        _close(context, state, route, source, recv_count, stats)
 
 
 @triton.jit
@@ -339,7 +324,6 @@ def _copy_rows(
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """Copy each of ``parts`` parts of the rows of ``source`` to their places, and keep what a combine needs of the
     metas. Its arguments are those of the kernel that it is a part of."""
@@ -368,8 +352,8 @@ def _copy_rows(
         wrong = (origin < 0) | (origin >= most.to(tl.int32)) | (tl.sum((here & (right == 0)).to(tl.int32), axis=1) > 0)
         if reduced == 0:
             wrong |= (before < 0) | (before.to(tl.int64) + pairs > returned)
-        if uniform(tl.max(wrong.to(tl.int32), axis=0), BACKEND) != 0:
-            fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), lowest, tokens, BACKEND)
+        if uniform(tl.max(wrong.to(tl.int32), axis=0)) != 0:
+            fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), lowest, tokens)
         else:
             at = kept * TOPK + index[:, None] * TOPK + slot
             tl.store(int32s(route + peek(route + P_ROUTE_PLACES) + 4 * at), place, mask=given)

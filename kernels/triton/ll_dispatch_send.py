@@ -43,6 +43,7 @@ from .blocks import (
     S_DISPATCH_SEND_STEP,
     S_DISPATCH_SLOT,
     S_PLACED,
+    S_TICKETS,
     T_MESSAGE_AT,
     T_READY,
     expert_count,
@@ -54,18 +55,10 @@ from .kernel import kernel
 from .ll_counts import tell_dispatches_read, wait_space
 from .ll_message import HEADER, LOW, offset_among, place_message, put_message, write_header
 from .ll_routing import NOWHERE, earlier_equal, expert_ids, list_rows, named_before, ranks_of
-from .programs import (
-    DISPATCH_SEND,
-    await_ready,
-    finish,
-    finish_one,
-    last_peers,
-    program_number,
-    stamp_of,
-    tell_ready,
-)
+from .programs import DISPATCH_SEND, await_ready, finish, finish_one, last_peers, stamp_of, tell_ready
 from .publish import store_flags
 from .quant import load_floats, quantise_blocks
+from .target import lanes
 from .wait import NOBODY, first_of, report_id
 from .words import (
     aligned,
@@ -78,6 +71,7 @@ from .words import (
     int64s,
     peek,
     poke,
+    program_number,
     settle,
     uint8s,
     uniform,
@@ -108,8 +102,6 @@ def _serve(
     CODING: tl.constexpr,
     REDUCED: tl.constexpr,
     TOPK: tl.constexpr,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """What one of the first programs does for its destination. True when it is the last to do something for that. Its
     arguments are those of the kernel."""
@@ -117,29 +109,29 @@ def _serve(
     stamp, experts = stamp_of(DISPATCH_SEND, number), peek(plan + P_EXPERTS)
     local = peek(plan + P_LOCAL)
     earlier = route + peek(plan + P_ROUTE_EARLIER) + 8 * peer * peek(plan + P_TOKENS)
-    listed, wrong = list_rows(topk_idx, tokens, peer * local, local, experts, earlier, TOPK, LANES)
-    good = has_failed_now(context, BACKEND) == 0
+    listed, wrong = list_rows(topk_idx, tokens, peer * local, local, experts, earlier, TOPK)
+    good = has_failed_now(context) == 0
     if peer == 0:
-        _begin_route(context, state, plan, route, number, local, wrong, experts, LANES, BACKEND)
+        _begin_route(context, state, plan, route, number, local, wrong, experts)
     # to a lost rank nothing goes
     _place(context, state, plan, route, peer, number & 1, tl.where(live, listed, 0), ROW_BYTES, REDUCED)
     # read again, so that nothing of it is kept while waiting
-    settle(BACKEND)
+    settle()
     rows = int64s(route_table(route, R_COUNTS, peer))
     free = tl.full((), 0, tl.int64)
     if good & live:
-        free, good = tell_dispatches_read(context, state, peer, start, LANES, BACKEND)
+        free, good = tell_dispatches_read(context, state, peer, start)
         if good:
-            good = wait_space(context, state, peer, _DISPATCH, start, LANES, BACKEND)
+            good = wait_space(context, state, peer, _DISPATCH, start)
     # rows are written beside the header
-    tell_ready(state, peer, stamp, good & live, BACKEND)
+    tell_ready(state, peer, stamp, good & live)
     if good & live:
         message = peek(state_table(state, T_MESSAGE_AT, peer))
         told = (peek(route_table(route, R_PAIRS, peer)) << _PAIRS_SHIFT) | tl.load(rows)
         coding = tl.full((), (_WEIGHTED if REDUCED else 0) | CODING, tl.int64)
         back = peek(route_table(route, R_RETURN_BASE, peer))
-        write_header(state, plan, peer, message, number, told, coding, back, free, _TAG, BACKEND)
-        settle(BACKEND)
+        write_header(state, plan, peer, message, number, told, coding, back, free, _TAG)
+        settle()
     return finish_one(state, peer) == tl.load(rows) * columns
 
 
@@ -185,8 +177,6 @@ def _begin_route(
     local: tl.tensor,
     wrong: tl.tensor,
     experts: tl.tensor,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """The head of the route block, for later kernels, and what the host is told. Ten arguments, those of the kernel
     that it is a part of."""
@@ -194,70 +184,63 @@ def _begin_route(
     sizes = tl.load(int64s(plan + 8 * word))
     tl.store(int64s(route + 8 * word), tl.where(word == 0, number, sizes))
     filled = route + peek(plan + P_ROUTE_FILLED)
-    for first in range(0, local, LANES):
-        expert = first + tl.arange(0, LANES).to(tl.int64)
-        tl.store(int32s(filled + 4 * expert), tl.zeros([LANES], tl.int32), mask=expert < local)
+    for first in range(0, local, lanes()):
+        expert = first + tl.arange(0, lanes()).to(tl.int64)
+        tl.store(int32s(filled + 4 * expert), tl.zeros([lanes()], tl.int32), mask=expert < local)
     # rule: low latency: the host is told of an expert id out of range
     if wrong < NOWHERE:
-        report_id(context, state, wrong.to(tl.int64), experts, BACKEND)
+        report_id(context, state, wrong.to(tl.int64), experts)
 
 
 @triton.jit
 def _close(
-    context: tl.tensor,
-    state: tl.tensor,
-    plan: tl.tensor,
-    rank: tl.tensor,
-    last: tl.tensor,
-    start: tl.tensor,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
+    context: tl.tensor, state: tl.tensor, plan: tl.tensor, rank: tl.tensor, last: tl.tensor, start: tl.tensor
 ) -> None:
     """Nothing is left to do for each ``rank`` [rows, slots] where this program was the ``last``: their messages are
     published, as far as they may be."""
     # what this program has acquired with its last piece of work: for all threads
-    settle(BACKEND)
+    settle()
     number, local, ranks = peek(state + S_DISPATCH_NUMBER), peek(plan + P_LOCAL), rank_count(context)
     first, channels = stream_of(_DISPATCH, number), channel_count(context)
     rank, last = tl.ravel(rank)[:, None], tl.ravel(last)[:, None]
-    for lowest in range(0, ranks, LANES):
-        peers = lowest + tl.arange(0, LANES).to(tl.int64)
+    for lowest in range(0, ranks, lanes()):
+        peers = lowest + tl.arange(0, lanes()).to(tl.int64)
         closed = tl.max((last & (rank == peers[None, :])).to(tl.int32), axis=0) != 0
         if any_of(closed) != 0:
             ready_at = int64s(state_table(state, T_READY, tl.where(closed, peers, 0)))
             may = closed & (tl.load(ready_at, mask=closed, other=0) == stamp_of(DISPATCH_SEND, number))
             peer = first_of(peers, may)
             while peer != NOBODY:
-                _write_counts(state, peer, local, LANES)
+                _write_counts(state, peer, local)
                 peer = first_of(peers, may & (peers > peer))
-            settle(BACKEND)
+            settle()
             mapped = may & (peer_window(context, tl.where(may, peers, 0)) != 0)
             for channel in range(channels):
-                store_flags(context, state, peers, mapped, first + channel, number // 2 + 1, BACKEND)
+                store_flags(context, state, peers, mapped, first + channel, number // 2 + 1)
             proxied = may & (mapped == 0)
             peer = first_of(peers, proxied)
             # nothing is published once a proxy or the host has set the sticky error, which is read over PCIe
             if peer != NOBODY:
-                if sticky_code(context, BACKEND) != 0:
+                if sticky_code(context) != 0:
                     peer = tl.full((), NOBODY, tl.int64)
             while peer != NOBODY:
-                put_message(context, state, peer, _DISPATCH, number, start, LANES, BACKEND)
+                put_message(context, state, peer, _DISPATCH, number, start)
                 peer = first_of(peers, proxied & (peers > peer))
-            if last_peers(state, peers, closed, ranks, BACKEND):
+            if last_peers(state, peers, closed, ranks):
                 # rule: low latency: the send kernel counts its message
                 poke(state + S_DISPATCH_NUMBER, number + 1)
                 poke(state + S_PLACED, 0)
 
 
 @triton.jit
-def _write_counts(state: tl.tensor, peer: tl.tensor, local: tl.tensor, LANES: tl.constexpr) -> None:
+def _write_counts(state: tl.tensor, peer: tl.tensor, local: tl.tensor) -> None:
     """How many rows each expert of ``peer`` gets: into the message to it."""
     counts = peek(state_table(state, T_MESSAGE_AT, peer)) + HEADER
-    for first in range(0, local, LANES):
-        expert = first + tl.arange(0, LANES).to(tl.int64)
+    for first in range(0, local, lanes()):
+        expert = first + tl.arange(0, lanes()).to(tl.int64)
         named = int32s(expert_count(state, peer * local + expert))
         tl.store(int32s(counts + 4 * expert), tl.load(named, mask=expert < local, other=0), mask=expert < local)
-        tl.store(named, tl.zeros([LANES], tl.int32), mask=expert < local)
+        tl.store(named, tl.zeros([lanes()], tl.int32), mask=expert < local)
 
 
 # what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
@@ -284,11 +267,9 @@ def dispatch_send(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STARTS_IN_ORDER: tl.constexpr,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """Send the next dispatch message to every rank and fill a route block; grid (R + ceil(tokens / ROWS) * columns,),
-    any number of columns. Nine arguments of a launch, fourteen constants.
+    any number of columns. Nine arguments of a launch, twelve constants.
 
     Args:
         plan: sizes of the operation, which later kernels find in the route block.
@@ -299,34 +280,20 @@ def dispatch_send(
         CODING: DTYPE_* of the rows, of ROW_BYTES each. ROUND: scales are powers of two. FNUZ: gfx942's FP8.
         SLOTS: TOPK rounded up to a power of two. ROWS: tokens of a program. BLOCK: values cast at a time, a power of
             two, at least 128.
-        STARTS_IN_ORDER: programs start in the order of their numbers. LANES: threads, except in the interpreter.
+        STARTS_IN_ORDER: programs start in the order of their numbers.
     """
     tokens = tokens.to(tl.int64)
     ranks = rank_count(context)
-    mine = program_number(state, STARTS_IN_ORDER)
+    mine = program_number(state + S_TICKETS, STARTS_IN_ORDER)
     program = mine - ranks
     blocks = (tokens + ROWS - 1) // ROWS
     columns = divide(tl.num_programs(0) - ranks, tl.maximum(blocks, 1))[0]
-    start = clock_ns(BACKEND)
+    start = clock_ns()
     rank = tl.full([ROWS, SLOTS], -1, tl.int32)
     last = tl.zeros([ROWS, SLOTS], tl.int1)
     if program < 0:
         done = _serve(
-            context,
-            state,
-            plan,
-            route,
-            topk_idx,
-            tokens,
-            columns,
-            mine,
-            start,
-            ROW_BYTES,
-            CODING,
-            REDUCED,
-            TOPK,
-            LANES,
-            BACKEND,
+            context, state, plan, route, topk_idx, tokens, columns, mine, start, ROW_BYTES, CODING, REDUCED, TOPK
         )
         rank += mine.to(tl.int32) + 1
         last |= done
@@ -341,10 +308,10 @@ def dispatch_send(
         goes, peers = rank >= 0, tl.where(rank >= 0, rank, 0).to(tl.int64)
         told, ready = goes, goes
         # nobody waits for a program that has no row: the others may have ended the operation
-        if uniform(any_of(tl.ravel(goes)), BACKEND) != 0:
+        if uniform(any_of(tl.ravel(goes))) != 0:
             number = peek(state + S_DISPATCH_NUMBER)
             stamp, stream = stamp_of(DISPATCH_SEND, number), stream_of(_DISPATCH, number)
-            told, ready = await_ready(context, state, peers, goes, stamp, stream, BACKEND)
+            told, ready = await_ready(context, state, peers, goes, stamp, stream)
         within = earlier_equal(rank, SLOTS)
         # a token goes to a rank once
         once = told & (within == 0)
@@ -372,7 +339,7 @@ def dispatch_send(
             named = int32s(expert_count(state, tl.where(new, ids, 0).to(tl.int64)))
             position = tl.atomic_add(named, tl.full([ROWS, SLOTS], 1, tl.int32), mask=new, sem="relaxed", scope="gpu")
             if deterministic != 0:
-                position = named_before(topk_idx, tokens, experts, token, ids, TOPK, SLOTS, ROWS, LANES)
+                position = named_before(topk_idx, tokens, experts, token, ids, TOPK, SLOTS, ROWS)
             position = tl.sum(tl.where(same & new[:, None, :], position[:, None, :], 0), axis=2)
             place = ((ids.to(tl.int64) - peers * local).to(tl.int32) << _PLACE_SHIFT) | position
             # of the destinations along axis 1, the places along axis 2
@@ -401,14 +368,13 @@ def dispatch_send(
             SLOTS,
             ROWS,
             BLOCK,
-            BACKEND,
         )
-        settle(BACKEND)
+        settle()
         many = tl.load(int64s(route_table(route, R_COUNTS, peers)), mask=once, other=0)
         # also for those to whom nothing may be said any more: an operation ends in every case
         last = once & (finish(state, peers, once) == many * columns)
-    if uniform(any_of(tl.ravel(last)), BACKEND) != 0:
-        _close(context, state, plan, rank, last, start, LANES, BACKEND)
+    if uniform(any_of(tl.ravel(last))) != 0:
+        _close(context, state, plan, rank, last, start)
 
 
 @triton.jit
@@ -429,7 +395,6 @@ def _write_rows(
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """Cast some values of each token once and store them at each of its ``rows`` [ROWS, SLOTS], where it is the
     ``first`` slot of a rank. Its arguments are those of the kernel that it is a part of."""
@@ -442,13 +407,13 @@ def _write_rows(
             inside = (token[:, None] < tokens) & (lowest + value < HIDDEN)
             given = load_floats(x + token * (HIDDEN * width), lowest + value, inside, SOURCE)
             given = tl.reshape(given, [ROWS, groups, _GROUP])
-            codes, scales = quantise_blocks(given, ROUND, FNUZ, BACKEND)
+            codes, scales = quantise_blocks(given, ROUND, FNUZ)
             codes = tl.reshape(codes, [ROWS, BLOCK])
             group = lowest // _GROUP + tl.arange(0, groups)[None, :]
             for index in range(TOPK):
                 row = column_of(targets, index)
                 # several slots of a token may have one rank
-                if uniform((tl.max(row, axis=0) != 0).to(tl.int32), BACKEND) != 0:
+                if uniform((tl.max(row, axis=0) != 0).to(tl.int32)) != 0:
                     chosen = (row != 0)[:, None]
                     tl.store(aligned(row, tl.uint8)[:, None] + (lowest + value), codes, mask=chosen & inside)
                     wanted = chosen & (group < HIDDEN // _GROUP)
@@ -465,5 +430,5 @@ def _write_rows(
             given = tl.load(aligned(x + token * (4 * words), tl.int32)[:, None] + word, mask=inside, other=0)
             for index in range(TOPK):
                 row = column_of(targets, index)
-                if uniform((tl.max(row, axis=0) != 0).to(tl.int32), BACKEND) != 0:
+                if uniform((tl.max(row, axis=0) != 0).to(tl.int32)) != 0:
                     tl.store(aligned(row, tl.int32)[:, None] + word, given, mask=(row != 0)[:, None] & inside)

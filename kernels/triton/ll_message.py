@@ -26,7 +26,8 @@ from .blocks import (
 from .context import channel_count, peer_window, sticky_code, stream_of, window_address
 from .ll_counts import take_acks
 from .publish import put_commands, store_flags
-from .words import HIP, divide, int64s, peek, poke, settle
+from .target import lanes
+from .words import divide, int64s, peek, poke, settle
 
 HEADER = tl.constexpr(HEADER_BYTES)
 AT_TAG, AT_NUMBER = tl.constexpr(8 * LowLatencyHeader.TAG), tl.constexpr(8 * LowLatencyHeader.NUMBER)
@@ -74,13 +75,12 @@ def write_header(
     return_offset: tl.tensor,
     free: tl.tensor,
     TAG: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """The header at address ``message``; ``plan`` is a plan block or a route with its copy. Twelve arguments: blocks
     and the words of a header."""
     read = peek(state + S_DISPATCH_READ)
     # every thread has read what the peer was told before
-    settle(BACKEND)
+    settle()
     poke(message + AT_TAG, tl.full((), TAG, tl.int64))
     poke(message + AT_NUMBER, number)
     poke(message + AT_ROWS, rows)
@@ -95,39 +95,25 @@ def write_header(
 
 @triton.jit
 def publish_message(
-    context: tl.tensor,
-    state: tl.tensor,
-    peer: tl.tensor,
-    PHASE: tl.constexpr,
-    number: tl.tensor,
-    start: tl.tensor,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
+    context: tl.tensor, state: tl.tensor, peer: tl.tensor, PHASE: tl.constexpr, number: tl.tensor, start: tl.tensor
 ) -> None:
     """Publish the packed message to ``peer``. A mapped peer has the bytes already and gets the flags of all channels,
     for any other proxies get commands. :func:`settle` comes before it."""
     if peer_window(context, peer) != 0:
         first, channels = stream_of(PHASE, number), channel_count(context)
-        for lowest in range(0, channels, LANES):
-            channel = lowest + tl.arange(0, LANES).to(tl.int64)
+        for lowest in range(0, channels, lanes()):
+            channel = lowest + tl.arange(0, lanes()).to(tl.int64)
             chosen, to = channel < channels, tl.zeros_like(channel) + peer
             stream = first + tl.where(chosen, channel, 0)
-            store_flags(context, state, to, chosen, stream, number // 2 + 1, BACKEND)
+            store_flags(context, state, to, chosen, stream, number // 2 + 1)
     # nothing is published once a proxy or the host has set the sticky error
-    elif sticky_code(context, BACKEND) == 0:
-        put_message(context, state, peer, PHASE, number, start, LANES, BACKEND)
+    elif sticky_code(context) == 0:
+        put_message(context, state, peer, PHASE, number, start)
 
 
 @triton.jit
 def put_message(
-    context: tl.tensor,
-    state: tl.tensor,
-    peer: tl.tensor,
-    PHASE: tl.constexpr,
-    number: tl.tensor,
-    start: tl.tensor,
-    LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
+    context: tl.tensor, state: tl.tensor, peer: tl.tensor, PHASE: tl.constexpr, number: tl.tensor, start: tl.tensor
 ) -> None:
     """Have proxies send the packed message to ``peer``, one piece per channel.
 
@@ -141,8 +127,8 @@ def put_message(
     lines = divide((nbytes + _PIECE - 1) // _PIECE + channels - 1, channels)[0]
     piece = lines * _PIECE
     parts = peek(state + S_PARTS)
-    for lowest in range(0, channels, LANES):
-        channel = lowest + tl.arange(0, LANES).to(tl.int64)
+    for lowest in range(0, channels, lanes()):
+        channel = lowest + tl.arange(0, lanes()).to(tl.int64)
         begin = tl.minimum(channel * piece, nbytes)
         length = tl.minimum(piece, nbytes - begin)
         # an empty write names the start of the message: the end may be the end of the window
@@ -163,17 +149,16 @@ def put_message(
                 tl.minimum(rest, _MAX_WRITE),
                 (rest <= _MAX_WRITE).to(tl.int64),
                 start,
-                BACKEND,
             )
 
 
 @triton.jit
-def read_header(header: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def read_header(header: tl.tensor) -> tl.tensor:
     """The words of the header at address ``header``, whose arrival was acquired, and zeros behind them. All are read
     together, since a read of host memory takes a microsecond and more; and each by one thread once, since the peer
     could change it between two reads."""
     # as many elements as a warp has threads: of fewer, several threads have the same one
-    lane = tl.arange(0, 64 if BACKEND == HIP else 32).to(tl.int64)
+    lane = tl.arange(0, lanes() if lanes() > 32 else 32).to(tl.int64)
     return tl.load(int64s(header + 8 * lane), mask=lane < HEADER // 8, other=0, volatile=True)
 
 
@@ -185,13 +170,7 @@ def word_of(words: tl.tensor, AT: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def check_header(
-    state: tl.tensor,
-    route: tl.tensor,
-    peer: tl.tensor,
-    words: tl.tensor,
-    number: tl.tensor,
-    TAG: tl.constexpr,
-    BACKEND: tl.constexpr,
+    state: tl.tensor, route: tl.tensor, peer: tl.tensor, words: tl.tensor, number: tl.tensor, TAG: tl.constexpr
 ) -> tl.tensor:
     """A message with these ``words`` is of this kind, plan and number; and what it says of the receiver's own messages.
     (A word that is refused, and what it should be: the same where nothing is.)"""
@@ -204,7 +183,7 @@ def check_header(
         got, expected = word_of(words, AT_NUMBER), number
     if got == expected:
         dispatched, combined = word_of(words, _AT_CONSUMED_DISPATCH), word_of(words, _AT_CONSUMED_COMBINE)
-        claim, most = take_acks(state, peer, dispatched, combined, BACKEND)
+        claim, most = take_acks(state, peer, dispatched, combined)
         if claim >= 0:
             got, expected = claim, most
     return got, expected

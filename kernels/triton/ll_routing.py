@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .context import is_live
+from .target import lanes
 from .words import int64s
 
 #: No position of a wrong id.
@@ -19,12 +20,7 @@ _ROWS_BITS, _ROWS = tl.constexpr(16), tl.constexpr((1 << 16) - 1)
 
 @triton.jit
 def expert_ids(
-    topk_idx: tl.tensor,
-    token: tl.tensor,
-    slot: tl.tensor,
-    tokens: tl.tensor,
-    experts: tl.tensor,
-    TOPK: tl.constexpr,
+    topk_idx: tl.tensor, token: tl.tensor, slot: tl.tensor, tokens: tl.tensor, experts: tl.tensor, TOPK: tl.constexpr
 ) -> tl.tensor:
     """(Expert of each slot as int32, -1 for none; whether the id is one that cannot be.)"""
     given = (token < tokens) & (slot < TOPK)
@@ -64,15 +60,14 @@ def list_rows(
     experts: tl.tensor,
     earlier: tl.tensor,
     TOPK: tl.constexpr,
-    LANES: tl.constexpr,
 ) -> tl.tensor:
     """Of the ``local`` experts from ``lowest`` on, store at ``earlier`` what tokens before each have. (Rows, and in the
     upper half pairs, of all; smallest position of a wrong id of any expert, int32.)"""
     all_ = tl.full((), 0, tl.int64)
-    wrong = tl.full([LANES], NOWHERE, tl.int32)
-    for first in range(0, tokens, LANES):
-        token = first + tl.arange(0, LANES).to(tl.int64)
-        pairs = tl.zeros([LANES], tl.int32)
+    wrong = tl.full([lanes()], NOWHERE, tl.int32)
+    for first in range(0, tokens, lanes()):
+        token = first + tl.arange(0, lanes()).to(tl.int64)
+        pairs = tl.zeros([lanes()], tl.int32)
         for slot in tl.static_range(TOPK):
             ids, bad = expert_ids(topk_idx, token, slot, tokens, experts, TOPK)
             at_home = ids - lowest.to(tl.int32)
@@ -95,13 +90,12 @@ def named_before(
     TOPK: tl.constexpr,
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
-    LANES: tl.constexpr,
 ) -> tl.tensor:
     """Of each own slot [ROWS, SLOTS], how many tokens before name the same expert."""
-    seen = tl.zeros([ROWS, SLOTS, LANES], tl.int32)
-    for first in range(0, tl.max(token, axis=0), LANES):
-        other = first + tl.arange(0, LANES).to(tl.int64)
-        found = tl.zeros([ROWS, SLOTS, LANES], tl.int1)
+    seen = tl.zeros([ROWS, SLOTS, lanes()], tl.int32)
+    for first in range(0, tl.max(token, axis=0), lanes()):
+        other = first + tl.arange(0, lanes()).to(tl.int64)
+        found = tl.zeros([ROWS, SLOTS, lanes()], tl.int1)
         for slot in range(TOPK):
             named, _ = expert_ids(topk_idx, other, slot, tokens, experts, TOPK)
             found |= named[None, None, :] == ids[:, :, None]

@@ -9,18 +9,13 @@ import torch
 from ...errors import ConfigError
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.layout import LowLatencyPlan
-from ...protocol.message import (
-    DTYPE_FP8,
-    DTYPE_FP8_UE8M0,
-    SCALE_BLOCK,
-    element_bytes,
-    row_bytes,
-)
-from .launch import Launch, Target, Variant, present_target
+from ...protocol.message import DTYPE_FP8, DTYPE_FP8_UE8M0, SCALE_BLOCK, element_bytes, row_bytes
+from .launch import Launch, Variant
 from .ll_combine_recv import combine_recv
 from .ll_combine_send import combine_send
 from .ll_dispatch_recv import dispatch_recv
 from .ll_dispatch_send import dispatch_send
+from .target import Target, present_target
 
 #: Slots of a token are compared with each other in registers.
 MAX_TOPK = 64
@@ -58,13 +53,7 @@ class TritonLowLatencyKernels:
         # In the interpreter an operation costs the same for one row and for many.
         self._rows = 16 if self.target.interpreted else 1
         self._slots = _power_of_two(plan.topk)
-        self._common = {
-            "TOPK": plan.topk,
-            "ROWS": self._rows,
-            "STARTS_IN_ORDER": self.target.in_order,
-            "LANES": self.target.warp,
-            "BACKEND": self.target.backend,
-        }
+        self._common = {"TOPK": plan.topk, "ROWS": self._rows, "STARTS_IN_ORDER": self.target.in_order}
         self.fp8_dtype = torch.float8_e4m3fnuz if self.target.fnuz else torch.float8_e4m3fn
         # each is made once for its formats, of which an engine has one or two
         self._of_dispatch_send = functools.cache(self._make_dispatch_send)

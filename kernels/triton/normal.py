@@ -14,13 +14,13 @@ from ...protocol.pipe import LINE, pipe_count
 from ...protocol.streams import MAX_CHANNELS
 from ..blocks import normal_device as block
 from ..blocks.normal_device import DeviceNormalState, NormalFormat, NormalOpening, NormalTensors
-from .launch import Launch, Target, Variant, present_target
+from .launch import Launch, Variant
 from .low_latency import MAX_TOPK
 from .normal_combine import combine_rows
 from .normal_dispatch import dispatch_rows
 from .normal_open import open_rows
 from .routing import mark_tokens, report_ids
-from .words import CUDA
+from .target import CUDA, Target, present_target
 
 #: Threads of a program, and registers of each at most on CUDA: all that there are. Where a kernel calls functions ptxas
 #: may take 128 otherwise, and spill 440 bytes (combine between nodes, Triton 3.8).
@@ -67,9 +67,8 @@ class TritonNormalKernels:
             # one for each thread, so that nobody reads for another
             "PIPES": max(pipes, MAX_CHANNELS if interpreted else _THREADS),
             "STARTS_IN_ORDER": self.target.in_order,
-            "BACKEND": self.target.backend,
         }
-        self._reporting = Variant(report_ids, {"BACKEND": self.target.backend})
+        self._reporting = Variant(report_ids, {})
         # each is made once for its formats, of which an engine has a few
         self._of_mark = functools.cache(self._make_mark)
         self._of_opening = functools.cache(self._make_opening)
@@ -170,7 +169,7 @@ class TritonNormalKernels:
         return (Launch(variant, (1, 1, 1), (context, state, form.channels, form.node_ranks, *told)),)
 
     def _make_opening(self, kind: int, nodes: bool) -> Variant:
-        shared = {name: self._shared[name] for name in ("RANKS", "TOKENS", "PIPES", "BACKEND")}
+        shared = {name: self._shared[name] for name in ("RANKS", "TOKENS", "PIPES")}
         return Variant(open_rows, {"KIND": kind, "NODES": nodes, **shared}, self._warps)
 
     def dispatch(

@@ -18,31 +18,12 @@ import triton
 import triton.language as tl
 
 from ...protocol.message import DTYPE_F32
-from .blocks import (
-    N_FIRST,
-    N_LIMIT,
-    N_NEXT_SENT,
-    N_NEXT_TAKEN,
-    N_OUT_RING,
-    N_OUT_ROWS,
-    N_SEND_ROWS,
-    N_SENT,
-)
+from .blocks import N_FIRST, N_LIMIT, N_NEXT_SENT, N_NEXT_TAKEN, N_OUT_RING, N_OUT_ROWS, N_SEND_ROWS, N_SENT, W_TICKETS
 from .context import has_failed_now
 from .kernel import kernel
 from .normal_notify import Opening
 from .normal_open import await_opened, first_token, open_operation
-from .normal_pipes import (
-    COMBINE,
-    EVERYTHING,
-    STEP,
-    Channel,
-    as_long,
-    channel_of,
-    entry,
-    get,
-    node_of,
-)
+from .normal_pipes import COMBINE, EVERYTHING, STEP, Channel, as_long, channel_of, entry, get, node_of
 from .normal_rows import (
     Marks,
     RowShape,
@@ -56,9 +37,9 @@ from .normal_rows import (
     store_words,
     ways_each,
 )
-from .normal_turns import GOING, begin_turn, channel_number, end_kernel, end_turn, end_turns
+from .normal_turns import GOING, begin_turn, end_kernel, end_turn, end_turns
 from .quant import load_floats, load_together, store_floats
-from .words import clock_ns, floats, poke
+from .words import clock_ns, floats, poke, program_number
 
 _F32 = tl.constexpr(DTYPE_F32)
 #: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
@@ -157,9 +138,7 @@ def _give(one: Channel, tensors: Tensors, shape: RowShape) -> tl.tensor:
 
 
 @triton.jit
-def _sum_values(
-    one: Channel, index: tl.tensor, many: tl.tensor, column: tl.tensor, shape: SumShape, BACKEND: tl.constexpr
-) -> tl.tensor:
+def _sum_values(one: Channel, index: tl.tensor, many: tl.tensor, column: tl.tensor, shape: SumShape) -> tl.tensor:
     """Sums [rows, values] of the rows ``index`` of this turn from ``many`` pipes each, -0 where those are none."""
     # a zero that changes nothing: adding a row to 0 would lose the sign of a zero
     # rule: a sum of one row is that row
@@ -171,7 +150,7 @@ def _sum_values(
             sources += (source,)  # type: ignore[assignment]
             there += (here,)  # type: ignore[assignment]
         within = column < shape.HIDDEN
-        parts = load_together(sources, there, column, within, shape.DTYPE, shape.TOGETHER, BACKEND, True)
+        parts = load_together(sources, there, column, within, shape.DTYPE, shape.TOGETHER, True)
         for step in tl.static_range(shape.TOGETHER):
             # rule: a node sums in float32 and rounds once
             total = total + parts[step]
@@ -191,9 +170,7 @@ def _sum_weights(one: Channel, index: tl.tensor, many: tl.tensor, row_bytes: tl.
 
 
 @triton.jit
-def _sum_own(
-    one: Channel, tensors: Tensors, token: tl.tensor, shape: SumShape, NODES: tl.constexpr, BACKEND: tl.constexpr
-) -> tl.tensor:
+def _sum_own(one: Channel, tensors: Tensors, token: tl.tensor, shape: SumShape, NODES: tl.constexpr) -> tl.tensor:
     """Sum the next tokens from ``token`` on whose rows are all there: how many."""
     end = first_token(tensors.tokens, one.index + 1, one.channels)
     pipes = pipes_of_tokens(one, NODES)
@@ -208,14 +185,14 @@ def _sum_own(
         for start in range(0, shape.HIDDEN, shape.BLOCK):
             column = start + tl.arange(0, shape.BLOCK)[None, :]
             wanted = inside[:, None] & (column < shape.HIDDEN)
-            total = _sum_values(one, index, many, column, shape, BACKEND)
+            total = _sum_values(one, index, many, column, shape)
             if shape.BIASES > 0:
                 total += load_floats(tensors.bias_0 + each * row_bytes, column, wanted, shape.DTYPE)
             else:
                 total = tl.where((many > 0)[:, None], total, 0.0)
             if shape.BIASES > 1:
                 total += load_floats(tensors.bias_1 + each * row_bytes, column, wanted, shape.DTYPE)
-            store_floats(tensors.out + each * row_bytes, column, total, wanted, shape.DTYPE, BACKEND)
+            store_floats(tensors.out + each * row_bytes, column, total, wanted, shape.DTYPE)
         if shape.TOPK > 0:
             slot = tl.arange(0, shape.SLOTS)[None, :]
             total = _sum_weights(one, index, many, row_bytes, shape)
@@ -225,7 +202,7 @@ def _sum_own(
 
 
 @triton.jit
-def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape, BACKEND: tl.constexpr) -> tl.tensor:
+def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape) -> tl.tensor:
     """Sum rows of the ranks of this node for the rail peer on ``node``, in the order of its tokens: how many."""
     rail, first = one.ranks + node, node * one.size
     sent, total_rows = get(one, N_SENT, rail), get(one, N_SEND_ROWS, rail)
@@ -246,9 +223,9 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape, B
             for start in range(0, shape.HIDDEN, shape.BLOCK):
                 column = start + tl.arange(0, shape.BLOCK)[None, :]
                 wanted = inside[:, None] & (column < shape.HIDDEN)
-                total = _sum_values(one, index, many, column, shape, BACKEND)
+                total = _sum_values(one, index, many, column, shape)
                 total = tl.where((many > 0)[:, None], total, 0.0)
-                store_floats(target, column, total, wanted, shape.DTYPE, BACKEND)
+                store_floats(target, column, total, wanted, shape.DTYPE)
             if shape.TOPK > 0:
                 slot = tl.arange(0, shape.SLOTS)[None, :]
                 factors = _sum_weights(one, index, many, row_bytes, shape)
@@ -264,7 +241,7 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape, B
 
 
 @triton.jit
-def _clear(one: Channel, tensors: Tensors, shape: SumShape, BACKEND: tl.constexpr) -> None:
+def _clear(one: Channel, tensors: Tensors, shape: SumShape) -> None:
     """Make the sums of the channel zero: the rows were not exchanged."""
     end = first_token(tensors.tokens, one.index + 1, one.channels)
     row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
@@ -275,7 +252,7 @@ def _clear(one: Channel, tensors: Tensors, shape: SumShape, BACKEND: tl.constexp
             column = start + tl.arange(0, shape.BLOCK)[None, :]
             wanted = inside[:, None] & (column < shape.HIDDEN)
             zero = tl.zeros([shape.ROWS, shape.BLOCK], tl.float32)
-            store_floats(tensors.out + each * row_bytes, column, zero, wanted, shape.DTYPE, BACKEND)
+            store_floats(tensors.out + each * row_bytes, column, zero, wanted, shape.DTYPE)
         if shape.TOPK > 0:
             slot = tl.arange(0, shape.SLOTS)[None, :]
             at = floats(tensors.out_weights + 4 * (each[:, None] * shape.TOPK + slot))
@@ -284,34 +261,28 @@ def _clear(one: Channel, tensors: Tensors, shape: SumShape, BACKEND: tl.constexp
 
 @triton.jit
 def _exchange(
-    one: Channel,
-    tensors: Tensors,
-    shape: RowShape,
-    sums: SumShape,
-    NODES: tl.constexpr,
-    PIPES: tl.constexpr,
-    BACKEND: tl.constexpr,
+    one: Channel, tensors: Tensors, shape: RowShape, sums: SumShape, NODES: tl.constexpr, PIPES: tl.constexpr
 ) -> None:
     """All turns of the channel."""
     token = first_token(tensors.tokens, one.index, one.channels)
-    start = clock_ns(BACKEND)
+    start = clock_ns()
     checked, found = start, tl.full((), GOING, tl.int32)
     while found == GOING:
         moved = tl.full((), 0, tl.int64)
-        found = begin_turn(one, NODES, PIPES, BACKEND)
+        found = begin_turn(one, NODES, PIPES)
         if found == GOING:
             moved += _give(one, tensors, shape)
             if NODES:
                 for node in range(one.ranks // one.size):
                     if node != node_of(one):
-                        moved += _sum_for(one, tensors, as_long(node), sums, BACKEND)
+                        moved += _sum_for(one, tensors, as_long(node), sums)
             if token < first_token(tensors.tokens, one.index + 1, one.channels):
-                summed = _sum_own(one, tensors, token, sums, NODES, BACKEND)
+                summed = _sum_own(one, tensors, token, sums, NODES)
                 token += summed
                 moved += summed
             left = (token < first_token(tensors.tokens, one.index + 1, one.channels)).to(tl.int32)
-            found, start, checked = end_turn(one, moved, left, start, checked, NODES, PIPES, BACKEND)
-    end_turns(one, found, NODES, PIPES, BACKEND)
+            found, start, checked = end_turn(one, moved, left, start, checked, NODES, PIPES)
+    end_turns(one, found, NODES, PIPES)
 
 
 @kernel(do_not_specialize=UNALIGNED)
@@ -356,14 +327,13 @@ def combine_rows(
     TOKENS: tl.constexpr,
     PIPES: tl.constexpr,
     STARTS_IN_ORDER: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """Combine; grid (channels,). Compile without fused multiply-add. Addresses and sizes are those of
     :class:`.normal_notify.Opening` and :class:`Tensors`, as many arguments as in a dispatch. A token without rows is
     zero, and where the rows were not exchanged every token is."""
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     tokens, meta_bytes, row_bytes = tokens.to(tl.int64), meta_bytes.to(tl.int64), row_bytes.to(tl.int64)
-    program = channel_number(state, STARTS_IN_ORDER)
+    program = program_number(state + W_TICKETS, STARTS_IN_ORDER)
     one = channel_of(context, state, program, channels, node_ranks, row_bytes + meta_bytes, COMBINE, NODES)
     none = tl.full((), 0, tl.int64)
     if program == 0:
@@ -384,7 +354,7 @@ def combine_rows(
             none,
             none,
         )
-        open_operation(one, opening, COMBINE, NODES, RANKS, TOKENS, PIPES, BACKEND)
+        open_operation(one, opening, COMBINE, NODES, RANKS, TOKENS, PIPES)
     tensors = Tensors(
         x,
         weights,
@@ -399,7 +369,7 @@ def combine_rows(
         out_weights,
         meta_bytes,
     )
-    opened = await_opened(one, BACKEND)
+    opened = await_opened(one)
     if opened != 0:
         _exchange(
             one,
@@ -408,10 +378,7 @@ def combine_rows(
             SumShape(HIDDEN, DTYPE, BIASES, TOGETHER, TOPK, SLOTS, SUMMED_ROWS, SUMMED, RANKS),
             NODES,
             PIPES,
-            BACKEND,
         )
-    if (opened == 0) | has_failed_now(context, BACKEND):
-        _clear(
-            one, tensors, SumShape(HIDDEN, DTYPE, BIASES, TOGETHER, TOPK, SLOTS, SUMMED_ROWS, SUMMED, RANKS), BACKEND
-        )
-    end_kernel(one, NODES, PIPES, BACKEND)
+    if (opened == 0) | has_failed_now(context):
+        _clear(one, tensors, SumShape(HIDDEN, DTYPE, BIASES, TOGETHER, TOPK, SLOTS, SUMMED_ROWS, SUMMED, RANKS))
+    end_kernel(one, NODES, PIPES)

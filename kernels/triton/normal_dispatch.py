@@ -12,29 +12,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .blocks import (
-    N_ARRIVED,
-    N_FIRST,
-    N_IN_RING,
-    N_IN_ROWS,
-    N_NEXT_TAKEN,
-    N_TAKEN,
-    N_WRONG,
-)
+from .blocks import N_ARRIVED, N_FIRST, N_IN_RING, N_IN_ROWS, N_NEXT_TAKEN, N_TAKEN, N_WRONG, W_TICKETS
 from .kernel import kernel
 from .normal_notify import Opening
 from .normal_open import OPENING, await_opened, first_token, open_operation
-from .normal_pipes import (
-    STEP,
-    Channel,
-    as_long,
-    channel_of,
-    entry,
-    get,
-    mark_stride,
-    node_of,
-    turn_marks,
-)
+from .normal_pipes import STEP, Channel, as_long, channel_of, entry, get, mark_stride, node_of, turn_marks
 from .normal_rows import (
     Marks,
     RowShape,
@@ -50,8 +32,8 @@ from .normal_rows import (
     store_words,
     ways_each,
 )
-from .normal_turns import GOING, begin_turn, channel_number, end_kernel, end_turn, end_turns
-from .words import aligned, clock_ns, int32s, int64s, poke, uint8s
+from .normal_turns import GOING, begin_turn, end_kernel, end_turn, end_turns
+from .words import aligned, clock_ns, int32s, int64s, poke, program_number, uint8s
 
 #: Rows moved together, the most of compiled code, of which a second set of addresses would be spilled. Of fewer, and in
 #: the interpreter, which moves more, the next addresses are asked for before these rows are stored.
@@ -304,16 +286,14 @@ def _receive(one: Channel, tensors: Tensors, shape: RowShape) -> tl.tensor:
 
 
 @triton.jit
-def _exchange(
-    one: Channel, tensors: Tensors, shape: RowShape, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr
-) -> None:
+def _exchange(one: Channel, tensors: Tensors, shape: RowShape, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
     """All turns of the channel."""
     token = first_token(tensors.tokens, one.index, one.channels)
-    start = clock_ns(BACKEND)
+    start = clock_ns()
     checked, found = start, tl.full((), GOING, tl.int32)
     while found == GOING:
         moved = tl.full((), 0, tl.int64)
-        found = begin_turn(one, NODES, PIPES, BACKEND)
+        found = begin_turn(one, NODES, PIPES)
         if found == GOING:
             if token < first_token(tensors.tokens, one.index + 1, one.channels):
                 sent = _send(one, tensors, token, shape, NODES)
@@ -324,8 +304,8 @@ def _exchange(
                     if node != node_of(one):
                         moved += _forward(one, tensors, as_long(node), shape)
             moved += _receive(one, tensors, shape)
-            found, start, checked = end_turn(one, moved, 0, start, checked, NODES, PIPES, BACKEND)
-    end_turns(one, found, NODES, PIPES, BACKEND)
+            found, start, checked = end_turn(one, moved, 0, start, checked, NODES, PIPES)
+    end_turns(one, found, NODES, PIPES)
 
 
 @kernel(do_not_specialize=UNALIGNED)
@@ -373,7 +353,6 @@ def dispatch_rows(
     TOKENS: tl.constexpr,
     PIPES: tl.constexpr,
     STARTS_IN_ORDER: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """Dispatch; grid (channels,). Addresses and sizes are those of :class:`.normal_notify.Opening` and
     :class:`Tensors`: so many arguments, because of a block of them in memory each program would wait to begin.
@@ -385,7 +364,7 @@ def dispatch_rows(
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     tokens, capacity, meta_bytes = tokens.to(tl.int64), capacity.to(tl.int64), meta_bytes.to(tl.int64)
     row_bytes, local_experts = row_bytes.to(tl.int64), local_experts.to(tl.int64)
-    program = channel_number(state, STARTS_IN_ORDER)
+    program = program_number(state + W_TICKETS, STARTS_IN_ORDER)
     stride = row_bytes + meta_bytes
     one = channel_of(context, state, program, channels, node_ranks, stride, KIND, NODES)
     if (program == 0) & (is_open == 0):
@@ -406,7 +385,7 @@ def dispatch_rows(
             local_experts,
             most_each.to(tl.int64),
         )
-        open_operation(one, opening, KIND, NODES, RANKS, TOKENS, PIPES, BACKEND)
+        open_operation(one, opening, KIND, NODES, RANKS, TOKENS, PIPES)
     tensors = Tensors(
         x,
         in_rank,
@@ -424,13 +403,6 @@ def dispatch_rows(
         marks,
         kept.to(tl.int64),
     )
-    if await_opened(one, BACKEND) != 0:
-        _exchange(
-            one,
-            tensors,
-            RowShape(WORDS, TOPK, SLOTS, SCALE_WORDS, SCALES, ROWS, BLOCK, RANKS),
-            NODES,
-            PIPES,
-            BACKEND,
-        )
-    end_kernel(one, NODES, PIPES, BACKEND)
+    if await_opened(one) != 0:
+        _exchange(one, tensors, RowShape(WORDS, TOPK, SLOTS, SCALE_WORDS, SCALES, ROWS, BLOCK, RANKS), NODES, PIPES)
+    end_kernel(one, NODES, PIPES)

@@ -10,42 +10,13 @@ import triton.language as tl
 from ...protocol.message import CHANNEL_ROWS_BYTES, HEADER_BYTES, NormalNotify
 from ...protocol.streams import MAX_CHANNELS, NORMAL_NOTIFY
 from ..blocks import normal_device
-from .blocks import (
-    S_SINK,
-    W_NOTIFY_RECV,
-    W_NOTIFY_SEND,
-    W_NOTIFY_STRIDE,
-    W_NUMBER,
-)
-from .context import (
-    arrived_address,
-    completed_address,
-    is_live,
-    landing_window,
-    peer_window,
-    window_address,
-)
-from .normal_pipes import (
-    COMBINE,
-    EVERYTHING,
-    Channel,
-    node_of,
-    over,
-    rest,
-)
-from .normal_progress import (
-    note_wrong,
-)
+from .blocks import S_SINK, W_NOTIFY_RECV, W_NOTIFY_SEND, W_NOTIFY_STRIDE, W_NUMBER
+from .context import arrived_address, completed_address, is_live, landing_window, peer_window, window_address
+from .normal_pipes import COMBINE, EVERYTHING, Channel, node_of, over, rest
+from .normal_progress import note_wrong
 from .publish import put_batch, store_flags
 from .wait import GO_ON, TOO_LATE, end_spin
-from .words import (
-    acquire_each,
-    any_of,
-    int32s,
-    int64s,
-    peek,
-    settle,
-)
+from .words import acquire_each, any_of, int32s, int64s, peek, settle
 
 #: A first dispatch, which tells what nobody knows yet.
 DISPATCH = tl.constexpr(NormalNotify.OPERATION_DISPATCH)
@@ -110,13 +81,7 @@ def route_of(one: Channel, route: tl.tensor, table: tl.constexpr, ranks: tl.tens
 
 @triton.jit
 def wait_notifies(
-    one: Channel,
-    peers: tl.tensor,
-    live: tl.tensor,
-    needed: tl.tensor,
-    start: tl.tensor,
-    ARRIVAL: tl.constexpr,
-    BACKEND: tl.constexpr,
+    one: Channel, peers: tl.tensor, live: tl.tensor, needed: tl.tensor, start: tl.tensor, ARRIVAL: tl.constexpr
 ) -> tl.tensor:
     """Wait until ``needed`` notifies of every ``live`` peer have arrived (``ARRIVAL``), or are sent for good: how the
     last spin ended. Who is missing is noted."""
@@ -124,15 +89,15 @@ def wait_notifies(
     present = tl.full((), 0, tl.int32)
     # only scalars live from spin to spin: the layout passes of Triton 3.6 and 3.8 fail on tensors
     while (present == 0) & (ending == GO_ON):
-        count = _notifies(one.context, one.state, peers, live, ARRIVAL, BACKEND)
+        count = _notifies(one.context, one.state, peers, live, ARRIVAL)
         # rule: normal mode: an operation opens only when every peer's notify has arrived
         present = tl.min((count >= needed).to(tl.int32), axis=0)
         if present == 0:
-            ending, checked = end_spin(one.context, start, checked, BACKEND)
+            ending, checked = end_spin(one.context, start, checked)
     # the threads acquired for themselves: now for each other
-    settle(BACKEND)
+    settle()
     if ending == TOO_LATE:
-        count = _notifies(one.context, one.state, peers, live, ARRIVAL, BACKEND)
+        count = _notifies(one.context, one.state, peers, live, ARRIVAL)
         # whoever has come since the last look is not to blame, unless everybody has
         missing = live & (count < needed)
         missing = tl.where(any_of(missing) != 0, missing, live)
@@ -142,12 +107,7 @@ def wait_notifies(
 
 @triton.jit
 def _notifies(
-    context: tl.tensor,
-    state: tl.tensor,
-    peers: tl.tensor,
-    live: tl.tensor,
-    ARRIVAL: tl.constexpr,
-    BACKEND: tl.constexpr,
+    context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, ARRIVAL: tl.constexpr
 ) -> tl.tensor:
     """Notifies of each peer that have arrived, or that completed; of mapped peers all complete."""
     inside = tl.where(live, peers, 0)
@@ -156,7 +116,7 @@ def _notifies(
     else:
         counted = live & (peer_window(context, inside) == 0)
         at = completed_address(context, inside, NOTIFY)
-    return tl.where(counted, acquire_each(tl.where(counted, at, state + S_SINK), BACKEND), _MANY)
+    return tl.where(counted, acquire_each(tl.where(counted, at, state + S_SINK)), _MANY)
 
 
 @triton.jit
@@ -169,14 +129,13 @@ def send_notifies(
     start: tl.tensor,
     KIND: tl.constexpr,
     NODES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """Write and publish the notify to the ``live`` peers. The peers have read the slot: they have opened the last
     operation since. A NIC may still repeat the slot's last write, which is waited for: how that ended."""
     context, state = one.context, one.state
     number, me, ranks = peek(state + W_NUMBER), one.me, one.ranks
     zero = tl.zeros_like(peers)
-    ending = wait_notifies(one, peers, live, number - 1, start, False, BACKEND)
+    ending = wait_notifies(one, peers, live, number - 1, start, False)
     if ending == GO_ON:
         stride = peek(state + W_NOTIFY_STRIDE)
         parity = (number & 1) * ranks * stride
@@ -209,11 +168,11 @@ def send_notifies(
                 count = tl.load(told, mask=live, other=0)
                 tl.store(int32s(at + _AT_ROWS + _ROWS_BYTES + 4 * expert), count, mask=live)
             nbytes += (4 * opening.local_experts + 15) // 16 * 16
-        settle(BACKEND)
+        settle()
         mapped = live & (window != 0)
-        store_flags(context, state, peers, mapped, NOTIFY, number + 1, BACKEND)
+        store_flags(context, state, peers, mapped, NOTIFY, number + 1)
         proxied, stream = live & (window == 0), tl.full((), NOTIFY, tl.int64)
-        ending, took, needed = put_batch(context, state, peers, stream, proxied, source, target, nbytes, start, BACKEND)
+        ending, took, needed = put_batch(context, state, peers, stream, proxied, source, target, nbytes, start)
         note_wrong(one, peers, proxied & (zero + took < needed), me, NOTIFY, took, needed)
     return ending
 

@@ -46,13 +46,7 @@ from .blocks import (
     W_NUMBER,
     W_OPENED,
 )
-from .context import (
-    has_failed,
-    is_live,
-    peer_window,
-    sticky_code,
-    wait_limit,
-)
+from .context import has_failed, is_live, peer_window, sticky_code, wait_limit
 from .kernel import kernel
 from .normal_notify import (
     DISPATCH,
@@ -89,31 +83,9 @@ from .normal_pipes import (
     set_each,
     whole,
 )
-from .normal_progress import (
-    fail_by_notes,
-)
-from .wait import (
-    FAILURE_PEER_TIMEOUT,
-    FAILURE_PROTOCOL,
-    FAILURE_RING_FULL,
-    GO_ON,
-    RELEASED,
-    STILL_FULL,
-    TOO_LATE,
-    fail,
-)
-from .words import (
-    acquire,
-    clock_ns,
-    enter,
-    int64s,
-    peek,
-    poke,
-    release_each,
-    settle,
-    uint8s,
-    uniform,
-)
+from .normal_progress import fail_by_notes
+from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, FAILURE_RING_FULL, GO_ON, RELEASED, STILL_FULL, TOO_LATE, fail
+from .words import acquire, clock_ns, enter, int64s, peek, poke, release_each, settle, uint8s, uniform
 
 _DISPATCH_STREAM, _COMBINE_STREAM = tl.constexpr(NORMAL_DISPATCH), tl.constexpr(NORMAL_COMBINE)
 _MAX_CHANNELS = tl.constexpr(MAX_CHANNELS)
@@ -234,7 +206,7 @@ def _set_pipes(one: Channel, opening: Opening, KIND: tl.constexpr, NODES: tl.con
 
 @triton.jit
 def _settle_counts(
-    one: Channel, opening: Opening, KIND: tl.constexpr, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr
+    one: Channel, opening: Opening, KIND: tl.constexpr, NODES: tl.constexpr, PIPES: tl.constexpr
 ) -> tl.tensor:
     """All notifies are here: tell the host how many rows there are, and say where they go. 1 when one is refused."""
     info, broken = opening.info, tl.full((), 0, tl.int32)
@@ -254,19 +226,19 @@ def _settle_counts(
             tl.store(int64s(route_at(here, opening.route, RECV, ranks)), tl.zeros_like(ranks), mask=gone)
             if NODES:
                 poke(route_at(here, opening.route, RAIL_RECV, node_of(one)), as_long(0))
-        settle(BACKEND)
+        settle()
         for channel in range(one.channels):
             here = on_channel(one, as_long(channel))
             inside = ranks < one.ranks
             came += route_of(here, opening.route, RECV, ranks, inside)
             away += route_of(here, opening.route, SEND, ranks, inside & (ranks != one.me))
         set_each(first, N_ARRIVED, ranks, ranks < one.ranks, came)
-        settle(BACKEND)
+        settle()
         counted = opening.info + PEER_INFO + one.ranks * PEER_INFO_BYTES
         broken = count_experts(one, opening, counted, entry(first, N_ARRIVED, 0), PIPES)
         poke(info + I_REMOTE_ROWS, tl.sum(away, axis=0))
         poke(opening.number, peek(one.state + W_NUMBER))
-        settle(BACKEND)
+        settle()
     total = _place(one, opening, RECV, one.ranks, as_long(0), PIPES)
     if NODES:
         relayed = _place(one, opening, RAIL_RECV, one.ranks // one.size, one.ranks, PIPES)
@@ -276,7 +248,7 @@ def _settle_counts(
     if (KIND == DISPATCH) & (opening.capacity > 0):
         if total > opening.capacity:
             poke(info + I_OVERFLOW_ROWS, total)
-    settle(BACKEND)
+    settle()
     for channel in range(one.channels):
         _set_pipes(on_channel(one, as_long(channel)), opening, KIND, NODES, PIPES)
     return broken
@@ -291,23 +263,22 @@ def open_operation(
     RANKS: tl.constexpr,
     TOKENS: tl.constexpr,
     PIPES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """Tell all peers, then wait for what all peers tell, and tell the host and the other programs."""
     enter()
     context, state = one.context, one.state
     different, number = tl.full((), -1, tl.int32), peek(state + W_NUMBER)
     # of windows that are gone the verdict alone is left
-    over = uniform(has_failed(context).to(tl.int32), BACKEND)
+    over = uniform(has_failed(context).to(tl.int32))
     if over == 0:
-        over = released(context, state, BACKEND)
+        over = released(context, state)
     if over == 0:
-        start = clock_ns(BACKEND)
+        start = clock_ns()
         shape = opening.shape
         if KIND == DISPATCH:
             for channel in range(one.channels):
                 _count_tokens(on_channel(one, as_long(channel)), opening, NODES, RANKS, TOKENS)
-            settle(BACKEND)
+            settle()
         else:
             # in halves: the product need not fit
             of_handle = peek(opening.number) + 1
@@ -318,61 +289,61 @@ def open_operation(
         for channel in range(one.channels):
             here = on_channel(one, as_long(channel))
             set_each(here, N_WRONG, every, every < 2 * one.ranks, tl.zeros_like(every))
-        settle(BACKEND)
+        settle()
         live = is_live(context, every) & (every != one.me)
-        ending = send_notifies(one, opening, shape, every, live, start, KIND, NODES, BACKEND)
+        ending = send_notifies(one, opening, shape, every, live, start, KIND, NODES)
         if ending == GO_ON:
-            ending = wait_notifies(one, every, live, number + 1, start, True, BACKEND)
+            ending = wait_notifies(one, every, live, number + 1, start, True)
         if ending == GO_ON:
             different = take_notifies(one, opening, shape, every, live, KIND, NODES)
-        settle(BACKEND)
+        settle()
         if different == 0:
-            if _settle_counts(one, opening, KIND, NODES, PIPES, BACKEND) != 0:
+            if _settle_counts(one, opening, KIND, NODES, PIPES) != 0:
                 different = tl.full((), -1, tl.int32)
         if ending == RELEASED:
-            fail(context, state, 0, -1, -1, 0, 0, BACKEND)
+            fail(context, state, 0, -1, -1, 0, 0)
         elif different < 0:
             code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL)
-            fail_by_notes(one, tl.where(ending == STILL_FULL, FAILURE_RING_FULL, code), PIPES, BACKEND)
+            fail_by_notes(one, tl.where(ending == STILL_FULL, FAILURE_RING_FULL, code), PIPES)
     if different > 0:
         poke(opening.info + I_SHAPE_MISMATCH, different.to(tl.int64))
     poke(opening.info + I_DIFFERENT, different.to(tl.int64))
-    settle(BACKEND)
+    settle()
     lane = tl.arange(0, PIPES)
     words = tl.zeros([PIPES], tl.int64)
     sink = state + S_SINK
-    release_each(words + opening.info + I_TICKET, words + opening.ticket, lane == 0, sink, BACKEND)
+    release_each(words + opening.info + I_TICKET, words + opening.ticket, lane == 0, sink)
     opened = tl.where(different == 0, number + 1, -(number + 1))
     tl.atomic_xchg(int64s(state + W_OPENED), opened, sem="release", scope="gpu")
-    settle(BACKEND)
+    settle()
 
 
 @triton.jit
-def released(context: tl.tensor, state: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def released(context: tl.tensor, state: tl.tensor) -> tl.tensor:
     """1 when a proxy or the host has set the sticky error: the verdict is then set, and nothing may be published."""
-    over = (sticky_code(context, BACKEND) != 0).to(tl.int32)
+    over = (sticky_code(context) != 0).to(tl.int32)
     if over != 0:
-        fail(context, state, 0, -1, -1, 0, 0, BACKEND)
+        fail(context, state, 0, -1, -1, 0, 0)
     return over
 
 
 @triton.jit
-def await_opened(one: Channel, BACKEND: tl.constexpr) -> tl.tensor:
+def await_opened(one: Channel) -> tl.tensor:
     """Wait until program 0 has opened the operation: 1 when its rows may move, 0 when they may not.
 
     Program 0 has a limit of its own, and tells even when that is over: twice as long is waited here.
     """
-    number, start = peek(one.state + W_NUMBER), clock_ns(BACKEND)
+    number, start = peek(one.state + W_NUMBER), clock_ns()
     limit = 2 * wait_limit(one.context)
-    opened = acquire(one.state + W_OPENED, BACKEND)
+    opened = acquire(one.state + W_OPENED)
     while (opened != number + 1) & (opened != -(number + 1)):
-        opened = acquire(one.state + W_OPENED, BACKEND)
-        late = (clock_ns(BACKEND) - start > limit).to(tl.int32)
-        if uniform(late, BACKEND) != 0:
-            fail(one.context, one.state, FAILURE_PEER_TIMEOUT, one.me, NOTIFY, 0, 1, BACKEND)
+        opened = acquire(one.state + W_OPENED)
+        late = (clock_ns() - start > limit).to(tl.int32)
+        if uniform(late) != 0:
+            fail(one.context, one.state, FAILURE_PEER_TIMEOUT, one.me, NOTIFY, 0, 1)
             opened = -(number + 1)
     # each thread has acquired for itself: now for the others
-    settle(BACKEND)
+    settle()
     return (opened == number + 1).to(tl.int32)
 
 
@@ -422,7 +393,6 @@ def open_rows(
     RANKS: tl.constexpr,
     TOKENS: tl.constexpr,
     PIPES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """Open an operation whose rows a later launch moves; grid (1,). As many arguments as a launch that opens and moves
     takes before those that say what. Addresses and sizes are those of
@@ -448,10 +418,10 @@ def open_rows(
         local_experts.to(tl.int64),
         most_each.to(tl.int64),
     )
-    open_operation(one, opening, KIND, NODES, RANKS, TOKENS, PIPES, BACKEND)
+    open_operation(one, opening, KIND, NODES, RANKS, TOKENS, PIPES)
     before = peek(state + W_NUMBER)
     parted = peek(state + W_OPENED) != before + 1
     # every thread has read what one of them is about to overwrite
-    settle(BACKEND)
+    settle()
     if parted:
         poke(state + W_NUMBER, before + 1)

@@ -17,28 +17,9 @@ from ...protocol import pipe
 from ...protocol.message import NormalNotify
 from ...protocol.streams import MAX_CHANNELS
 from ..blocks import normal_device
-from .blocks import (
-    W_CHUNK_BYTES,
-    W_LANDING,
-    W_LANDING_BYTES,
-    W_LEAST_CHUNK,
-    W_NUMBER,
-    W_STAGING,
-    W_STAGING_BYTES,
-)
-from .context import (
-    is_live,
-    landing_window,
-    own_rank,
-    peer_window,
-    rank_count,
-    window_address,
-)
-from .words import (
-    divide,
-    int64s,
-    peek,
-)
+from .blocks import W_CHUNK_BYTES, W_LANDING, W_LANDING_BYTES, W_LEAST_CHUNK, W_NUMBER, W_STAGING, W_STAGING_BYTES
+from .context import is_live, landing_window, own_rank, peer_window, rank_count, window_address
+from .words import divide, int64s, peek
 
 _WORDS, _MAX_CHANNELS = tl.constexpr(normal_device.STATE_WORDS), tl.constexpr(MAX_CHANNELS)
 _TABLES = tl.constexpr(len(normal_device.TABLES))

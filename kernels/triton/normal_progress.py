@@ -38,12 +38,7 @@ from .blocks import (
     S_SINK,
     W_PIPE_WORDS,
 )
-from .context import (
-    arrived_address,
-    completed_address,
-    landing_window,
-    peer_window,
-)
+from .context import arrived_address, completed_address, landing_window, peer_window
 from .normal_pipes import (
     EVERYTHING,
     Channel,
@@ -60,14 +55,7 @@ from .normal_pipes import (
 )
 from .publish import put_batch
 from .wait import GO_ON, fail_at
-from .words import (
-    acquire_each,
-    any_of,
-    clock_ns,
-    peek,
-    release_each,
-    settle,
-)
+from .words import acquire_each, any_of, clock_ns, peek, release_each, settle
 
 _MAX_CHANNELS = tl.constexpr(MAX_CHANNELS)
 _DISPATCH_STREAM, _COMBINE_STREAM = tl.constexpr(NORMAL_DISPATCH), tl.constexpr(NORMAL_COMBINE)
@@ -103,7 +91,7 @@ def _told_rows(one: Channel, rows: tl.tensor, chunk: tl.tensor, ring: tl.tensor)
 
 
 @triton.jit
-def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
+def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor:
     """Note how far all peers are; a barrier stands behind it. 1 when one claimed what it must not, else 0."""
     pipes = tl.arange(0, PIPES).to(tl.int64)
     live = is_pipe(one, pipes, NODES)
@@ -117,16 +105,16 @@ def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.con
     sent, taken = get_each(one, N_SENT, pipes, live), get_each(one, N_TAKEN, pipes, live)
 
     at = tl.where(proxied, arrived_address(one.context, peers, stream), own + _word_of(one, _WORD_ARRIVED, pipes))
-    count = acquire_each(tl.where(live, at, sink), BACKEND)
+    count = acquire_each(tl.where(live, at, sink))
     messages = count - get_each(one, N_MESSAGES_TAKEN + table, pipes, proxied)
     came = tl.minimum(tl.maximum(messages, 0) * get_each(one, N_IN_CHUNK, pipes, proxied), receive)
     arrived = tl.where(proxied, came, tl.where(mapped, _stamped(one, count), 0))
     set_each(one, N_ARRIVED, pipes, live, arrived)
 
     at = tl.where(proxied, arrived_address(one.context, peers, told), own + _word_of(one, _WORD_FREED, pipes))
-    count = acquire_each(tl.where(live, at, sink), BACKEND)
+    count = acquire_each(tl.where(live, at, sink))
     at = tl.where(proxied, completed_address(one.context, peers, stream), sink)
-    done = acquire_each(at, BACKEND) - get_each(one, N_MESSAGES_SENT + table, pipes, proxied)
+    done = acquire_each(at) - get_each(one, N_MESSAGES_SENT + table, pipes, proxied)
     freed = _stamped(one, count)
     out_rows = get_each(one, N_OUT_ROWS, pipes, live)
     chunk, ring = get_each(one, N_OUT_CHUNK, pipes, proxied), get_each(one, N_LANDING_ROWS, pipes, proxied)
@@ -147,7 +135,7 @@ def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.con
     wrong = mapped & (freed > sent) & (freed != EVERYTHING)
     broken |= note_wrong(one, pipes, wrong, peers, told, freed, sent)
     broken |= any_of(get_each(one, N_WRONG, pipes, live) != 0)
-    settle(BACKEND)
+    settle()
     return broken
 
 
@@ -174,9 +162,9 @@ def note_wrong(
 
 
 @triton.jit
-def fail_by_notes(one: Channel, code: tl.tensor, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
+def fail_by_notes(one: Channel, code: tl.tensor, PIPES: tl.constexpr) -> None:
     """Fail with the first rank that is to blame, unless there is none: somebody else has failed then."""
-    settle(BACKEND)
+    settle()
     pipes = tl.arange(0, PIPES).to(tl.int64)
     inside = pipes < 2 * one.ranks
     blamed = get_each(one, N_WRONG, pipes, inside)
@@ -184,11 +172,11 @@ def fail_by_notes(one: Channel, code: tl.tensor, PIPES: tl.constexpr, BACKEND: t
     if any_of(bad) != 0:
         on = get_each(one, N_WRONG_STREAM, pipes, bad)
         got, want = get_each(one, N_WRONG_GOT, pipes, bad), get_each(one, N_WRONG_WANT, pipes, bad)
-        fail_at(one.context, one.state, code, blamed - 1, bad, on, got, want, BACKEND)
+        fail_at(one.context, one.state, code, blamed - 1, bad, on, got, want)
 
 
 @triton.jit
-def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
+def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor:
     """End a turn: positions move on and peers are told. Barriers stand before it and behind it. GO_ON, or how the wait
     for a proxy ended that has taken too little; that is noted."""
     pipes = tl.arange(0, PIPES).to(tl.int64)
@@ -207,10 +195,10 @@ def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.
     set_each(one, N_TAKEN, pipes, live, taken)
 
     more = mapped & (sent > shown)
-    release_each(window + _word_of(one, _WORD_ARRIVED, end), one.stamp + sent, more, sink, BACKEND)
+    release_each(window + _word_of(one, _WORD_ARRIVED, end), one.stamp + sent, more, sink)
     # half a ring at a time: the peer goes on with the other half
     free = mapped & (taken > freed) & (receive > in_rows) & (2 * (taken - freed) >= in_rows)
-    release_each(window + _word_of(one, _WORD_FREED, end), one.stamp + taken, free, sink, BACKEND)
+    release_each(window + _word_of(one, _WORD_FREED, end), one.stamp + taken, free, sink)
 
     chunk = tl.maximum(get_each(one, N_OUT_CHUNK, pipes, proxied), 1)
     messages = over(tl.where(sent == send, sent + chunk - 1, sent), chunk)
@@ -221,7 +209,7 @@ def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.
     staged = tl.maximum(get_each(one, N_OUT_ROWS, pipes, proxied), 1)
     source, target = staging_offset(one, pipes, NODES), out_offset(one, pipes, NODES)
     rows, others = tl.max(due, axis=0), tl.max(due_told, axis=0)
-    start, ending = clock_ns(BACKEND), tl.full((), GO_ON, tl.int32)
+    start, ending = clock_ns(), tl.full((), GO_ON, tl.int32)
     for step in range(rows + others):
         if ending == GO_ON:
             # messages of rows, then those that only tell
@@ -233,14 +221,12 @@ def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.
             there = tl.where(moving, target + rest(first, ring) * one.stride, 0)
             size = tl.where(moving, size, 0)
             on = tl.where(moving, stream, told)
-            ending, took, wanted = put_batch(
-                one.context, one.state, peers, on, chosen, where, there, size, start, BACKEND
-            )
+            ending, took, wanted = put_batch(one.context, one.state, peers, on, chosen, where, there, size, start)
             full = chosen & (tl.zeros_like(pipes) + took < wanted)
             note_wrong(one, pipes, full, one.me, on, took, wanted)
     set_each(one, N_SHOWN, pipes, live, tl.where(more, sent, shown + due))
     set_each(one, N_FREED, pipes, live, tl.where(free, taken, freed + due_told))
-    settle(BACKEND)
+    settle()
     return ending
 
 

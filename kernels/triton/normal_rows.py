@@ -25,16 +25,7 @@ from .blocks import (
     N_SENT,
     N_TAKEN,
 )
-from .normal_pipes import (
-    STEP,
-    Channel,
-    get_each,
-    node_of,
-    peer_of,
-    rest,
-    set_each,
-    ways_of,
-)
+from .normal_pipes import STEP, Channel, get_each, node_of, peer_of, rest, set_each, ways_of
 from .words import aligned, int32s, int64s, uint8s
 
 

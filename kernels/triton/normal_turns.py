@@ -10,56 +10,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import W_ENDED, W_NUMBER, W_OPENED, W_TICKETS
+from .blocks import W_ENDED, W_NUMBER, W_OPENED
 from .context import has_failed_now, wait_limit
-from .normal_pipes import (
-    Channel,
-)
-from .normal_progress import (
-    advance,
-    blame,
-    count_messages,
-    fail_by_notes,
-    look,
-    unfinished,
-    waits_for_others,
-)
-from .wait import (
-    FAILURE_PEER_TIMEOUT,
-    FAILURE_PROTOCOL,
-    FAILURE_RING_FULL,
-    GO_ON,
-    STILL_FULL,
-    TOO_LATE,
-    end_spin,
-    fail,
-)
-from .words import arrive_last, clock_ns, enter, int64s, peek, poke, settle, uniform
+from .normal_pipes import Channel
+from .normal_progress import advance, blame, count_messages, fail_by_notes, look, unfinished, waits_for_others
+from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, FAILURE_RING_FULL, GO_ON, STILL_FULL, TOO_LATE, end_spin, fail
+from .words import arrive_last, clock_ns, enter, peek, poke, settle, uniform
 
 #: Why a program leaves its loop: all is done; a peer claimed what it must not; one is missing; a proxy takes nothing;
 #: the host, or another program, has said so.
 GOING, DONE, CLAIMED, LATE, FULL, OVER = (tl.constexpr(value) for value in range(6))
 
 
-@triton.jit
-def channel_number(state: tl.tensor, STARTS_IN_ORDER: tl.constexpr) -> tl.tensor:
-    """Number of this program: its channel. The first one to start is program 0, which the others wait for."""
-    if STARTS_IN_ORDER:
-        return tl.program_id(0).to(tl.int64)
-    else:
-        number = tl.atomic_add(int64s(state + W_TICKETS), 1, sem="relaxed", scope="gpu")
-        if number == tl.num_programs(0) - 1:
-            # nobody takes one any more
-            tl.atomic_xchg(int64s(state + W_TICKETS), 0, sem="relaxed", scope="gpu")
-        return number
-
-
 @triton.jit(noinline=True)
-def begin_turn(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
+def begin_turn(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor:
     """Look at the peers: GOING when rows may be moved."""
     enter()
-    found = tl.where(look(one, NODES, PIPES, BACKEND) != 0, CLAIMED, GOING)
-    return tl.where(has_failed_now(one.context, BACKEND), OVER, found)
+    found = tl.where(look(one, NODES, PIPES) != 0, CLAIMED, GOING)
+    return tl.where(has_failed_now(one.context), OVER, found)
 
 
 @triton.jit(noinline=True)
@@ -71,56 +39,55 @@ def end_turn(
     checked: tl.tensor,
     NODES: tl.constexpr,
     PIPES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """After ``moved`` rows: (GOING when there is another turn; when the present wait began, and when the sticky error
     was looked at last). ``left``: there is work of which no pipe knows."""
-    settle(BACKEND)
+    settle()
     found = tl.full((), GOING, tl.int32)
-    ending = advance(one, NODES, PIPES, BACKEND)
+    ending = advance(one, NODES, PIPES)
     if ending != GO_ON:
         found = tl.where(ending == STILL_FULL, FULL, OVER)
     elif (unfinished(one, NODES, PIPES) | left) == 0:
         found = tl.full((), DONE, tl.int32)
     elif moved > 0:
-        start = clock_ns(BACKEND)
+        start = clock_ns()
         checked = start
     else:
-        ending, checked = end_spin(one.context, start, checked, BACKEND)
+        ending, checked = end_spin(one.context, start, checked)
         if ending == TOO_LATE:
             if waits_for_others(one, NODES, PIPES) != 0:
                 # an eighth longer: the peer knows better for whom it waits, and tells
                 limit = wait_limit(one.context)
-                late = (clock_ns(BACKEND) - start > limit + limit // 8).to(tl.int32)
-                ending = tl.where(uniform(late, BACKEND) != 0, TOO_LATE, GO_ON)
+                late = (clock_ns() - start > limit + limit // 8).to(tl.int32)
+                ending = tl.where(uniform(late) != 0, TOO_LATE, GO_ON)
         found = tl.where(ending == TOO_LATE, LATE, tl.where(ending == GO_ON, GOING, OVER))
     return found, start, checked
 
 
 @triton.jit(noinline=True)
-def end_turns(one: Channel, found: tl.tensor, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
+def end_turns(one: Channel, found: tl.tensor, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
     """After the last turn: fail, unless all is right."""
     enter()
     if found == LATE:
         blame(one, NODES, PIPES)
     if found == OVER:
-        fail(one.context, one.state, 0, -1, -1, 0, 0, BACKEND)
+        fail(one.context, one.state, 0, -1, -1, 0, 0)
     else:
         # also when all is done: of what was taken out last nobody has looked what it claims
         code = tl.where(found == LATE, FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL)
-        fail_by_notes(one, tl.where(found == FULL, FAILURE_RING_FULL, code), PIPES, BACKEND)
+        fail_by_notes(one, tl.where(found == FULL, FAILURE_RING_FULL, code), PIPES)
 
 
 @triton.jit(noinline=True)
-def end_kernel(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr, BACKEND: tl.constexpr) -> None:
+def end_kernel(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
     """Count this program as ended; the last one closes the operation."""
     enter()
     number = peek(one.state + W_NUMBER)
     opened = peek(one.state + W_OPENED) == number + 1
-    if opened & (has_failed_now(one.context, BACKEND) == 0):
+    if opened & (has_failed_now(one.context) == 0):
         count_messages(one, NODES, PIPES)
-    last = arrive_last(one.state + W_ENDED, 1, one.channels, BACKEND)
+    last = arrive_last(one.state + W_ENDED, 1, one.channels)
     # every thread has read what one of them is about to overwrite
-    settle(BACKEND)
+    settle()
     if last:
         poke(one.state + W_NUMBER, number + 1)

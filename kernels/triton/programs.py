@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import S_ARRIVALS, S_SINK, S_TICKETS, T_FINISHED, T_READY, state_table
+from .blocks import S_ARRIVALS, S_SINK, T_FINISHED, T_READY, state_table
 from .context import wait_limit
 from .wait import FAILURE_PEER_TIMEOUT, fail
 from .words import DEVICE, acquire_each, arrive_last, clock_ns, int64s, peek, poke, settle, uniform
@@ -33,76 +33,57 @@ def stamp_of(KERNEL: tl.constexpr, number: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def program_number(state: tl.tensor, STARTS_IN_ORDER: tl.constexpr) -> tl.tensor:
-    """Number of this program, 0 .. tl.num_programs(0) - 1, once a kernel."""
-    if STARTS_IN_ORDER:
-        return tl.program_id(0).to(tl.int64)
-    else:
-        number = tl.atomic_add(int64s(state + S_TICKETS), 1, sem="relaxed", scope="gpu")
-        if number == tl.num_programs(0) - 1:
-            # nobody takes one any more
-            tl.atomic_xchg(int64s(state + S_TICKETS), 0, sem="relaxed", scope="gpu")
-        return number
-
-
-@triton.jit
-def tell_ready(state: tl.tensor, peer: tl.tensor, stamp: tl.tensor, good: tl.tensor, BACKEND: tl.constexpr) -> None:
+def tell_ready(state: tl.tensor, peer: tl.tensor, stamp: tl.tensor, good: tl.tensor) -> None:
     """Tell the other programs that they may work for ``peer``, or that they must not; they see all that this one
     did."""
-    settle(BACKEND)
+    settle()
     told = tl.where(good, stamp, -stamp)
     tl.atomic_xchg(int64s(state_table(state, T_READY, peer)), told, sem="release", scope="gpu")
 
 
 @triton.jit
-def _ready_words(state: tl.tensor, peers: tl.tensor, wanted: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def _ready_words(state: tl.tensor, peers: tl.tensor, wanted: tl.tensor) -> tl.tensor:
     at = state_table(state, T_READY, tl.where(wanted, peers, 0))
-    return acquire_each(tl.where(wanted, at, state + S_SINK), BACKEND, DEVICE)
+    return acquire_each(tl.where(wanted, at, state + S_SINK), DEVICE)
 
 
 @triton.jit
-def _any_lacks(words: tl.tensor, wanted: tl.tensor, stamp: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def _any_lacks(words: tl.tensor, wanted: tl.tensor, stamp: tl.tensor) -> tl.tensor:
     lacks = wanted & (words != stamp) & (words != -stamp)
-    return uniform(tl.max(tl.ravel(lacks.to(tl.int32)), axis=0), BACKEND)
+    return uniform(tl.max(tl.ravel(lacks.to(tl.int32)), axis=0))
 
 
 @triton.jit
 def await_ready(
-    context: tl.tensor,
-    state: tl.tensor,
-    peers: tl.tensor,
-    wanted: tl.tensor,
-    stamp: tl.tensor,
-    stream: tl.tensor,
-    BACKEND: tl.constexpr,
+    context: tl.tensor, state: tl.tensor, peers: tl.tensor, wanted: tl.tensor, stamp: tl.tensor, stream: tl.tensor
 ) -> tl.tensor:
     """Wait until all of the ``wanted`` peers are ready or will not be; tensors like ``peers``: of which that is known,
     and which are. None is for a program that has failed meanwhile.
 
     ``peers`` has any shape. The program waited for has a limit of its own, twice which is waited here.
     """
-    lacks = _any_lacks(_ready_words(state, peers, wanted, BACKEND), wanted, stamp, BACKEND)
+    lacks = _any_lacks(_ready_words(state, peers, wanted), wanted, stamp)
     believed = stamp
     if lacks != 0:
-        start, limit = clock_ns(BACKEND), 2 * wait_limit(context)
+        start, limit = clock_ns(), 2 * wait_limit(context)
         while lacks != 0:
-            lacks = _any_lacks(_ready_words(state, peers, wanted, BACKEND), wanted, stamp, BACKEND)
-            late = (clock_ns(BACKEND) - start > limit).to(tl.int32)
-            if uniform(late, BACKEND) != 0:
-                words = _ready_words(state, peers, wanted, BACKEND)
+            lacks = _any_lacks(_ready_words(state, peers, wanted), wanted, stamp)
+            late = (clock_ns() - start > limit).to(tl.int32)
+            if uniform(late) != 0:
+                words = _ready_words(state, peers, wanted)
                 lacking = wanted & (words != stamp) & (words != -stamp)
                 peer = tl.max(tl.ravel(tl.where(lacking, peers, -1).to(tl.int32)), axis=0).to(tl.int64)
                 messages = ((stamp - 1) >> 2) // 2 + 1
-                fail(context, state, FAILURE_PEER_TIMEOUT, peer, stream, messages - 1, messages, BACKEND)
+                fail(context, state, FAILURE_PEER_TIMEOUT, peer, stream, messages - 1, messages)
                 # what is told from now on some lanes may see and others not
                 believed = tl.full((), _NEVER, tl.int64)
                 lacks = 0
     # Threads that hold the same peer have looked each for itself, and went on by what one of them saw: the others are
     # to find it when they look again.
-    settle(BACKEND)
-    words = _ready_words(state, peers, wanted, BACKEND)
+    settle()
+    words = _ready_words(state, peers, wanted)
     # each thread has acquired for itself: now for the others
-    settle(BACKEND)
+    settle()
     return wanted & ((words == stamp) | (words == -stamp)), wanted & (words == believed)
 
 
@@ -128,20 +109,14 @@ def may_publish(state: tl.tensor, peer: tl.tensor, stamp: tl.tensor) -> tl.tenso
 
 
 @triton.jit
-def last_peer(state: tl.tensor, peer: tl.tensor, ranks: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def last_peer(state: tl.tensor, peer: tl.tensor, ranks: tl.tensor) -> tl.tensor:
     """``peer`` is done with: True for the last of ``ranks`` peers."""
     poke(state_table(state, T_FINISHED, peer), 0)
-    return arrive_last(state + S_ARRIVALS, 1, ranks, BACKEND)
+    return arrive_last(state + S_ARRIVALS, 1, ranks)
 
 
 @triton.jit
-def last_peers(
-    state: tl.tensor,
-    peers: tl.tensor,
-    chosen: tl.tensor,
-    ranks: tl.tensor,
-    BACKEND: tl.constexpr,
-) -> tl.tensor:
+def last_peers(state: tl.tensor, peers: tl.tensor, chosen: tl.tensor, ranks: tl.tensor) -> tl.tensor:
     """The ``chosen`` peers are done with: True where they are the last of ``ranks`` peers."""
     tl.store(int64s(state_table(state, T_FINISHED, peers)), tl.zeros_like(peers), mask=chosen)
-    return arrive_last(state + S_ARRIVALS, tl.sum(chosen.to(tl.int32), axis=0), ranks, BACKEND)
+    return arrive_last(state + S_ARRIVALS, tl.sum(chosen.to(tl.int32), axis=0), ranks)

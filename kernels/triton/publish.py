@@ -16,8 +16,9 @@ from ...protocol.command import COMMAND_BYTES, HIGH, KIND_WRITE, LOW, UNIT
 from ...protocol.ring import SLOTS, TAIL
 from .blocks import S_SINK
 from .context import flag_address, head_address, ring_address
+from .target import CUDA, HIP, backend
 from .wait import FAILURE_RING_FULL, GO_ON, STILL_FULL, TOO_LATE, end_spin, fail, first_of
-from .words import CUDA, HIP, acquire, acquire_each, any_of, int64s, of_lane, peek, release_each, settle
+from .words import acquire, acquire_each, any_of, int64s, of_lane, peek, release_each, settle
 
 _SOURCE, _LENGTH = tl.constexpr(LOW["source"].shift), tl.constexpr(LOW["length"].shift)
 _TARGET, _RANK = tl.constexpr(HIGH["target"].shift), tl.constexpr(HIGH["rank"].shift)
@@ -28,11 +29,9 @@ _TAIL, _SLOTS = tl.constexpr(TAIL), tl.constexpr(SLOTS)
 
 
 @triton.jit
-def _store_commands(
-    slots: tl.tensor, low: tl.tensor, high: tl.tensor, chosen: tl.tensor, sink: tl.tensor, BACKEND: tl.constexpr
-) -> None:
+def _store_commands(slots: tl.tensor, low: tl.tensor, high: tl.tensor, chosen: tl.tensor, sink: tl.tensor) -> None:
     """Both words of each ``chosen`` command, release at system scope."""
-    if BACKEND == CUDA:
+    if backend() == CUDA:
         tl.inline_asm_elementwise(
             """{
             .reg .pred take;
@@ -46,7 +45,7 @@ def _store_commands(
             is_pure=False,
             pack=1,
         )
-    elif BACKEND == HIP:
+    elif backend() == HIP:
         # an exchange would be a read-modify-write over PCIe: two stores past the caches after a write-back do the same
         tl.inline_asm_elementwise(
             """buffer_wbl2 sc0 sc1
@@ -90,19 +89,13 @@ def _command_words(
 
 @triton.jit
 def store_flags(
-    context: tl.tensor,
-    state: tl.tensor,
-    peers: tl.tensor,
-    chosen: tl.tensor,
-    stream: tl.tensor,
-    count: tl.tensor,
-    BACKEND: tl.constexpr,
+    context: tl.tensor, state: tl.tensor, peers: tl.tensor, chosen: tl.tensor, stream: tl.tensor, count: tl.tensor
 ) -> None:
     """Tell the ``chosen`` mapped peers that ``count`` messages of ``stream`` lie in their windows."""
     inside = tl.where(chosen, peers, 0)
     counts = count + tl.zeros_like(peers)
     address = tl.where(chosen, flag_address(context, inside, stream), state + S_SINK)
-    release_each(address, counts, chosen, state + S_SINK, BACKEND)
+    release_each(address, counts, chosen, state + S_SINK)
 
 
 @triton.jit
@@ -117,7 +110,6 @@ def put_commands(
     nbytes: tl.tensor,
     last: tl.tensor,
     start: tl.tensor,
-    BACKEND: tl.constexpr,
 ) -> None:
     """One write to ``peer`` into each ring that owns one of the ``chosen`` ``streams``, where several programs of a
     kernel put some: each takes the next slots, and waits until the proxies have read what they held. A kernel puts no
@@ -137,13 +129,13 @@ def put_commands(
     ending, checked = tl.full((), 0, tl.int32), start
     if any_of(chosen & (index - tail >= capacity)) != 0:
         tails = tl.where(chosen, ring + _TAIL, state + S_SINK)
-        lacks = any_of(chosen & (index - acquire_each(tails, BACKEND) >= capacity))
+        lacks = any_of(chosen & (index - acquire_each(tails) >= capacity))
         # only scalars live from spin to spin, see wait.wait_messages
         while (lacks != 0) & (ending == GO_ON):
-            ending, checked = end_spin(context, start, checked, BACKEND)
-            lacks = any_of(chosen & (index - acquire_each(tails, BACKEND) >= capacity))
-        tail = acquire_each(tails, BACKEND)
-        settle(BACKEND)
+            ending, checked = end_spin(context, start, checked)
+            lacks = any_of(chosen & (index - acquire_each(tails) >= capacity))
+        tail = acquire_each(tails)
+        settle()
         tl.atomic_max(int64s(head_at + 8), tail, mask=chosen, sem="acq_rel", scope="gpu")
         if ending != GO_ON:
             code = tl.where(ending == TOO_LATE, FAILURE_RING_FULL, 0)
@@ -155,13 +147,13 @@ def put_commands(
             named = chosen & (streams == full)
             arrived = of_lane(tail, named)
             expected = of_lane(index + 1 - capacity, named)
-            fail(context, state, code, -1, full, arrived, expected, BACKEND)
+            fail(context, state, code, -1, full, arrived, expected)
     if ending == GO_ON:
         low, high = _command_words(index, capacity, peer, streams, source, target, nbytes, last)
         # what the atomics have acquired: for the thread that stores
-        settle(BACKEND)
+        settle()
         slot = ring + _SLOTS + (index & (capacity - 1)) * _COMMAND_BYTES
-        _store_commands(slot, low, high, chosen, state + S_SINK, BACKEND)
+        _store_commands(slot, low, high, chosen, state + S_SINK)
 
 
 @triton.jit
@@ -175,7 +167,6 @@ def put_batch(
     target: tl.tensor,
     nbytes: tl.tensor,
     start: tl.tensor,
-    BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """A message of one write to each of the ``chosen`` peers, into the ring that owns ``stream`` and has a slot for
     each of them.
@@ -200,18 +191,18 @@ def put_batch(
     tail = tl.atomic_max(int64s(head_at + 8), tl.full((), 0, tl.int64), sem="acq_rel", scope="gpu")
     ending, checked = tl.full((), 0, tl.int32), start
     if tail < needed:
-        tail = acquire(ring + _TAIL, BACKEND)
+        tail = acquire(ring + _TAIL)
         while (tail < needed) & (ending == GO_ON):
-            ending, checked = end_spin(context, start, checked, BACKEND)
-            tail = acquire(ring + _TAIL, BACKEND)
-        settle(BACKEND)
+            ending, checked = end_spin(context, start, checked)
+            tail = acquire(ring + _TAIL)
+        settle()
         tl.atomic_max(int64s(head_at + 8), tail, sem="acq_rel", scope="gpu")
     if ending == GO_ON:
         index = first + tl.cumsum(take, axis=0) - take
         last = tl.full((), 1, tl.int64)
         low, high = _command_words(index, capacity, peers, stream, source, target, nbytes, last)
         # what the atomics have acquired: for the threads that store
-        settle(BACKEND)
+        settle()
         slot = ring + _SLOTS + (index & (capacity - 1)) * _COMMAND_BYTES
-        _store_commands(slot, low, high, chosen, state + S_SINK, BACKEND)
+        _store_commands(slot, low, high, chosen, state + S_SINK)
     return tl.where(ending == TOO_LATE, STILL_FULL, ending), tail, needed

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from ...protocol.message import DTYPE_BF16, DTYPE_F16
-from .words import CUDA, HIP, INTERPRETER, aligned
+from .target import CUDA, HIP, INTERPRETER, backend
+from .words import aligned
 
 _BF16, _F16 = tl.constexpr(DTYPE_BF16), tl.constexpr(DTYPE_F16)
 #: Bits of 1e-4, DeepEP's floor for amax, so that a block of zeros has a finite scale.
@@ -19,9 +20,9 @@ _INFINITY = tl.constexpr(0x7F800000)
 
 
 @triton.jit
-def round_e4m3(x: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def round_e4m3(x: tl.tensor) -> tl.tensor:
     """FP8 e4m3fn bits of float32 as uint8: to nearest even, saturating at 448; NaN becomes 0x7F."""
-    if BACKEND == CUDA:
+    if backend() == CUDA:
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = x.to(tl.int32, bitcast=True)
@@ -37,7 +38,7 @@ def round_e4m3(x: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def round_e4m3fnuz(x: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def round_e4m3fnuz(x: tl.tensor) -> tl.tensor:
     """FP8 e4m3fnuz bits (gfx942): bias 8, saturating at 240, one zero; NaN becomes 0x80."""
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -51,9 +52,9 @@ def round_e4m3fnuz(x: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def round_bf16(x: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def round_bf16(x: tl.tensor) -> tl.tensor:
     """BF16 bits of float32 as int16: to nearest even; NaN stays NaN."""
-    if BACKEND == INTERPRETER:
+    if backend() == INTERPRETER:
         bits = x.to(tl.int32, bitcast=True)
         high = (bits >> 16) & 0xFFFF
         # adding 0x7FFF plus the lowest kept bit carries into it exactly when rounding to nearest even goes up
@@ -90,10 +91,10 @@ def load_floats(
 
 
 @triton.jit
-def _waited_for(values: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def _waited_for(values: tl.tensor) -> tl.tensor:
     """int64 ``values``, which are there: a wave's loads come in order, so that whoever waits for one that it asked for
     late waits for all before."""
-    if BACKEND == HIP:
+    if backend() == HIP:
         return tl.inline_asm_elementwise("", "=v,0,~{memory}", [values], tl.int64, is_pure=False, pack=1)
     else:
         return values
@@ -107,7 +108,6 @@ def load_together(
     mask: tl.tensor,
     DTYPE: tl.constexpr,
     TOGETHER: tl.constexpr,
-    BACKEND: tl.constexpr,
     NEGATIVE: tl.constexpr = False,
 ) -> tuple[tl.tensor, ...]:
     """:func:`load_floats` of TOGETHER rows, of ``there`` [rows] alone, all loaded before the first is waited for.
@@ -117,8 +117,8 @@ def load_together(
     """
     parts, known, wanted = (), (), ()
     for step in tl.static_range(TOGETHER):
-        known += (_waited_for(sources[step], BACKEND),)  # type: ignore[assignment]
-        wanted += (_waited_for(there[step].to(tl.int64), BACKEND) != 0,)  # type: ignore[assignment]
+        known += (_waited_for(sources[step]),)  # type: ignore[assignment]
+        wanted += (_waited_for(there[step].to(tl.int64)) != 0,)  # type: ignore[assignment]
     tl.debug_barrier()
     for step in tl.static_range(TOGETHER):
         part = load_floats(known[step], index, wanted[step][:, None] & mask, DTYPE, NEGATIVE)
@@ -128,12 +128,10 @@ def load_together(
 
 
 @triton.jit
-def store_floats(
-    addresses: tl.tensor, index: tl.tensor, x: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr, BACKEND: tl.constexpr
-) -> None:
+def store_floats(addresses: tl.tensor, index: tl.tensor, x: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr) -> None:
     """Store float32 ``x`` rounded to nearest even into ``DTYPE``; addresses as for :func:`load_floats`."""
     if DTYPE == _BF16:
-        tl.store(aligned(addresses, tl.int16)[:, None] + index, round_bf16(x, BACKEND), mask=mask)
+        tl.store(aligned(addresses, tl.int16)[:, None] + index, round_bf16(x), mask=mask)
     elif DTYPE == _F16:
         tl.store(aligned(addresses, tl.int16)[:, None] + index, x.to(tl.float16).to(tl.int16, bitcast=True), mask=mask)
     else:
@@ -141,7 +139,7 @@ def store_floats(
 
 
 @triton.jit
-def quantise_blocks(x: tl.tensor, ROUND: tl.constexpr, FNUZ: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
+def quantise_blocks(x: tl.tensor, ROUND: tl.constexpr, FNUZ: tl.constexpr) -> tl.tensor:
     """Values along the last of three axes share a scale: (FP8 bits uint8 like ``x``, bits of the float32 scales).
 
     DeepEP's rule: ``amax = max(|x|, 1e-4)``, value = e4m3(x * (448 / amax)), scale = amax * (1 / 448); with ``ROUND``
@@ -164,7 +162,7 @@ def quantise_blocks(x: tl.tensor, ROUND: tl.constexpr, FNUZ: tl.constexpr, BACKE
         factor = tl.div_rn(tl.full(amax.shape, largest, tl.float32), amax)
     scaled = x * tl.expand_dims(factor, 2)
     if FNUZ:
-        codes = round_e4m3fnuz(scaled, BACKEND)
+        codes = round_e4m3fnuz(scaled)
     else:
-        codes = round_e4m3(scaled, BACKEND)
+        codes = round_e4m3(scaled)
     return codes, scale

@@ -60,9 +60,9 @@ def mark_tokens(
 
 
 @kernel(do_not_specialize=["experts"])
-def report_ids(context: tl.int64, state: tl.int64, bad: tl.int64, experts: tl.int64, BACKEND: tl.constexpr) -> None:
+def report_ids(context: tl.int64, state: tl.int64, bad: tl.int64, experts: tl.int64) -> None:
     """Tell the host when :func:`mark_tokens` has found an id out of range, which it has counted nowhere; grid (1,)."""
     experts = experts.to(tl.int64)
     position = tl.load(int64s(bad))
     if position < (1 << 62):
-        report_id(context, state, position, experts, BACKEND)
+        report_id(context, state, position, experts)

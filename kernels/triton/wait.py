@@ -55,7 +55,6 @@ def fail(
     stream: tl.tensor,
     arrived: tl.tensor,
     expected: tl.tensor,
-    BACKEND: tl.constexpr,
 ) -> None:
     """Set the verdict; the first to do so reports. ``code`` 0: released by a failure that the host knows already."""
     before = tl.atomic_xchg(int64s(verdict_address(context)), 1, sem="acq_rel", scope="gpu")
@@ -66,22 +65,20 @@ def fail(
             poke(report + ERROR_STREAM, stream)
             poke(report + ERROR_ARRIVED, arrived)
             poke(report + ERROR_EXPECTED, expected)
-            settle(BACKEND)
+            settle()
             lane = tl.arange(0, 2)
             words = tl.zeros([2], tl.int64)
-            release_each(words + report + ERROR_CODE, words + code, lane == 0, state + S_SINK, BACKEND)
+            release_each(words + report + ERROR_CODE, words + code, lane == 0, state + S_SINK)
 
 
 @triton.jit
-def report_id(
-    context: tl.tensor, state: tl.tensor, position: tl.tensor, experts: tl.tensor, BACKEND: tl.constexpr
-) -> None:
+def report_id(context: tl.tensor, state: tl.tensor, position: tl.tensor, experts: tl.tensor) -> None:
     """Tell the host of an expert id out of range. Kernels take it for -1 and go on: what they send is right, and the
     other ranks count on this operation."""
     lane = tl.arange(0, 2)
     words = tl.zeros([2], tl.int64)
     told = ((position + 1) << ERROR_IDS_SHIFT) | experts
-    release_each(words + report_address(context) + ERROR_IDS, words + told, lane == 0, state + S_SINK, BACKEND)
+    release_each(words + report_address(context) + ERROR_IDS, words + told, lane == 0, state + S_SINK)
 
 
 @triton.jit
@@ -100,7 +97,6 @@ def fail_at(
     stream: tl.tensor,
     arrived: tl.tensor,
     expected: tl.tensor,
-    BACKEND: tl.constexpr,
 ) -> None:
     """:func:`fail` with the smallest of the ``bad`` peers, which must not be empty. The rest are tensors like it."""
     peer = first_of(peers, bad)
@@ -114,7 +110,6 @@ def fail_at(
         of_lane(zero + stream, mine),
         of_lane(zero + arrived, mine),
         of_lane(zero + expected, mine),
-        BACKEND,
     )
 
 
@@ -127,17 +122,16 @@ def refuse(
     stream: tl.tensor,
     got: tl.tensor,
     expected: tl.tensor,
-    BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """Fail when one of the peers claimed what it must not (``bad``): 1 then, else 0."""
     broken = any_of(bad)
     if broken != 0:
-        fail_at(context, state, FAILURE_PROTOCOL, peers, bad, stream, got, expected, BACKEND)
+        fail_at(context, state, FAILURE_PROTOCOL, peers, bad, stream, got, expected)
     return broken
 
 
 @triton.jit
-def end_spin(context: tl.tensor, start: tl.tensor, checked: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def end_spin(context: tl.tensor, start: tl.tensor, checked: tl.tensor) -> tl.tensor:
     """End a spin of a waiting loop that began at ``start``.
 
     The sticky error ends a wait at most CHECK_NS and a spin after it is set.
@@ -148,30 +142,24 @@ def end_spin(context: tl.tensor, start: tl.tensor, checked: tl.tensor, BACKEND: 
     Returns:
         (GO_ON, TOO_LATE or RELEASED, int32, the same everywhere; ``checked`` for the next spin).
     """
-    now = clock_ns(BACKEND)
+    now = clock_ns()
     late = now - start > wait_limit(context)
     # also at the end of the time: what the host knows names whom this program would only guess
     # rule: a waiting kernel leaves memory of the host alone most of the time
     due = late | (now - checked > CHECK_NS)
     # every lane has read a clock of its own: what one finds counts for all, late being more than due
-    found = uniform(due.to(tl.int32) + late.to(tl.int32), BACKEND)
+    found = uniform(due.to(tl.int32) + late.to(tl.int32))
     ending = tl.where(found == 2, TOO_LATE, GO_ON).to(tl.int32)
     # rule: a wait ends when the sticky error is set
     if found != 0:
         checked = now
-        ending = tl.where(sticky_code(context, BACKEND) != 0, RELEASED, ending)
+        ending = tl.where(sticky_code(context) != 0, RELEASED, ending)
     return ending, checked
 
 
 @triton.jit
 def messages_arrived(
-    context: tl.tensor,
-    state: tl.tensor,
-    peers: tl.tensor,
-    live: tl.tensor,
-    phase: tl.tensor,
-    number: tl.tensor,
-    BACKEND: tl.constexpr,
+    context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, phase: tl.tensor, number: tl.tensor
 ) -> tl.tensor:
     """(least count over channels, its stream) of message ``number``'s streams from each of the ``live`` peers."""
     first = stream_of(phase, number)
@@ -180,7 +168,7 @@ def messages_arrived(
     inside = tl.where(live, peers, 0)
     for channel in range(channel_count(context)):
         address = arrived_address(context, inside, first + channel)
-        count = acquire_each(tl.where(live, address, state + S_SINK), BACKEND)
+        count = acquire_each(tl.where(live, address, state + S_SINK))
         stream = tl.where(count < least, first + channel, stream)
         least = tl.minimum(least, count)
     return least, stream
@@ -188,13 +176,7 @@ def messages_arrived(
 
 @triton.jit
 def messages_completed(
-    context: tl.tensor,
-    state: tl.tensor,
-    peers: tl.tensor,
-    live: tl.tensor,
-    phase: tl.tensor,
-    number: tl.tensor,
-    BACKEND: tl.constexpr,
+    context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, phase: tl.tensor, number: tl.tensor
 ) -> tl.tensor:
     """The same for own messages that completed locally; mapped peers count as complete."""
     first = stream_of(phase, number)
@@ -204,7 +186,7 @@ def messages_completed(
     proxied = live & (peer_window(context, inside) == 0)
     for channel in range(channel_count(context)):
         address = completed_address(context, inside, first + channel)
-        count = acquire_each(tl.where(proxied, address, state + S_SINK), BACKEND)
+        count = acquire_each(tl.where(proxied, address, state + S_SINK))
         stream = tl.where(proxied & (count < least), first + channel, stream)
         least = tl.where(proxied, tl.minimum(least, count), least)
     return least, stream
@@ -222,7 +204,6 @@ def wait_messages(
     waited: tl.tensor,
     start: tl.tensor,
     ARRIVAL: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> tl.tensor:
     """Wait until message ``number`` of every ``live`` peer has arrived (``ARRIVAL``) or completed locally. Eleven
     arguments: whom to wait for, and what a wait tells of itself.
@@ -240,34 +221,34 @@ def wait_messages(
     present = tl.full((), 0, tl.int32)
     since = start
     if waited != 0:
-        since = clock_ns(BACKEND)
+        since = clock_ns()
     # only scalars live from spin to spin: the layout passes of Triton 3.6 and 3.8 fail on tensors
     while (present == 0) & (ending == GO_ON):
         if ARRIVAL:
-            count, _ = messages_arrived(context, state, peers, live, phase, number, BACKEND)
+            count, _ = messages_arrived(context, state, peers, live, phase, number)
         else:
-            count, _ = messages_completed(context, state, peers, live, phase, number, BACKEND)
+            count, _ = messages_completed(context, state, peers, live, phase, number)
         # rule: low latency: a receive waits for every unmasked peer
         here = (count >= expected) | (live == 0)
         present = tl.min(here.to(tl.int32), axis=0)
         if present == 0:
-            ending, checked = end_spin(context, start, checked, BACKEND)
+            ending, checked = end_spin(context, start, checked)
         if waited != 0:
-            now = clock_ns(BACKEND)
+            now = clock_ns()
             slot = int64s(waited + 8 * tl.where(live, peers, 0))
             tl.store(slot, tl.load(slot, mask=timed, other=0) + (now - since), mask=timed & (here == 0))
             since = now
     # the lanes acquired for themselves: now for each other
-    settle(BACKEND)
+    settle()
     if ending != GO_ON:
         if ARRIVAL:
-            late, stream = messages_arrived(context, state, peers, live, phase, number, BACKEND)
+            late, stream = messages_arrived(context, state, peers, live, phase, number)
         else:
-            late, stream = messages_completed(context, state, peers, live, phase, number, BACKEND)
+            late, stream = messages_completed(context, state, peers, live, phase, number)
         # whoever has come since the last check is not to blame, unless everybody has
         missing = live & (late < expected)
         code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, 0)
         if any_of(missing) == 0:
             missing = live
-        fail_at(context, state, code, peers, missing, stream, late, expected, BACKEND)
+        fail_at(context, state, code, peers, missing, stream, late, expected)
     return ending == GO_ON

@@ -11,9 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-INTERPRETER = tl.constexpr(0)
-CUDA = tl.constexpr(1)
-HIP = tl.constexpr(2)
+from .target import CUDA, HIP, INTERPRETER, backend, lanes
+
 #: Who an acquire looks at: programs of the same device, or whoever shares the memory (peers, proxies, the host).
 DEVICE, SYSTEM = tl.constexpr("gpu"), tl.constexpr("sys")
 
@@ -83,11 +82,11 @@ def divide(number: tl.tensor, by: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def clock_ns(BACKEND: tl.constexpr) -> tl.tensor:
+def clock_ns() -> tl.tensor:
     """A clock in nanoseconds that all programs share. Its steps are up to a microsecond on CUDA, 10 ns on ROCm."""
-    if BACKEND == INTERPRETER:
+    if backend() == INTERPRETER:
         return _interpreter_clock()
-    elif BACKEND == CUDA:
+    elif backend() == CUDA:
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], tl.int64, is_pure=False, pack=1)
     else:
         # a constant 100 MHz
@@ -104,22 +103,22 @@ def _threads(lanes: tl.constexpr, _semantic: Any = None) -> tl.constexpr:
 
 
 @triton.jit
-def uniform(value: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def uniform(value: tl.tensor) -> tl.tensor:
     """The largest of what the threads have for the int32 scalar ``value``, in every thread.
 
     A reduction and not a shuffle in inline assembly: the compiler knows that lanes exchange values in it, and moves it
     under no branch on which they part.
     """
-    if BACKEND == INTERPRETER:
+    if backend() == INTERPRETER:
         return value
     else:
-        return tl.max(_in_each_lane(value, tl.int32, BACKEND), axis=0)
+        return tl.max(_in_each_lane(value, tl.int32), axis=0)
 
 
 @triton.jit
-def _in_each_lane(value: tl.tensor, TYPE: tl.constexpr, BACKEND: tl.constexpr) -> tl.tensor:
+def _in_each_lane(value: tl.tensor, TYPE: tl.constexpr) -> tl.tensor:
     """The scalar ``value`` as a tensor of one element a thread: what each has for it."""
-    THREADS: tl.constexpr = _threads(64 if BACKEND == HIP else 32)
+    THREADS: tl.constexpr = _threads(lanes())
     return tl.zeros([THREADS], TYPE) + value
 
 
@@ -153,23 +152,23 @@ def column_of(values: tl.tensor, index: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def acquire(address: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def acquire(address: tl.tensor) -> tl.tensor:
     """A count at one ``address``, int64, acquire at system scope, the same in every thread.
 
     The count only grows. Every thread acquires for itself, and the least of what they read is returned. One writer
     stores the count, each time with release: whatever it did before it stored the least it has also done before it
     stored what a thread has read, and that thread's later loads and stores come after its own acquire. So no barrier
     is needed."""
-    if BACKEND == INTERPRETER:
+    if backend() == INTERPRETER:
         return tl.load(int64s(address))
     else:
-        return least(acquire_each(_in_each_lane(address, tl.int64, BACKEND), BACKEND))
+        return least(acquire_each(_in_each_lane(address, tl.int64)))
 
 
 @triton.jit
-def acquire_each(addresses: tl.tensor, BACKEND: tl.constexpr, SCOPE: tl.constexpr = SYSTEM) -> tl.tensor:
+def acquire_each(addresses: tl.tensor, SCOPE: tl.constexpr = SYSTEM) -> tl.tensor:
     """int64 at each of ``addresses``, acquire. Copies of an element in several threads may differ."""
-    if BACKEND == CUDA:
+    if backend() == CUDA:
         return tl.inline_asm_elementwise(
             "ld.acquire.gpu.global.b64 $0, [$1];" if SCOPE == DEVICE else "ld.acquire.sys.global.b64 $0, [$1];",
             "=l,l,~{memory}",
@@ -178,7 +177,7 @@ def acquire_each(addresses: tl.tensor, BACKEND: tl.constexpr, SCOPE: tl.constexp
             is_pure=False,
             pack=1,
         )
-    elif BACKEND == HIP:
+    elif backend() == HIP:
         # assembly, because the compiler hoists volatile loads out of the loop
         return tl.inline_asm_elementwise(
             "global_load_dwordx2 $0, $1, off sc1\ns_waitcnt vmcnt(0)\nbuffer_inv sc1"
@@ -195,14 +194,12 @@ def acquire_each(addresses: tl.tensor, BACKEND: tl.constexpr, SCOPE: tl.constexp
 
 
 @triton.jit
-def release_each(
-    addresses: tl.tensor, values: tl.tensor, chosen: tl.tensor, sink: tl.tensor, BACKEND: tl.constexpr
-) -> None:
+def release_each(addresses: tl.tensor, values: tl.tensor, chosen: tl.tensor, sink: tl.tensor) -> None:
     """Store int64 where ``chosen``, release at system scope; :func:`settle` comes before it.
 
     ``sink``: address of a word that takes what is not chosen, where stores cannot be predicated.
     """
-    if BACKEND == CUDA:
+    if backend() == CUDA:
         tl.inline_asm_elementwise(
             """{
             .reg .pred take;
@@ -216,7 +213,7 @@ def release_each(
             is_pure=False,
             pack=1,
         )
-    elif BACKEND == HIP:
+    elif backend() == HIP:
         tl.inline_asm_elementwise(
             "buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)\nglobal_store_dwordx2 $1, $2, off sc0 sc1\nv_mov_b32 $0, 0",
             "=&v,v,v,~{memory}",
@@ -230,9 +227,9 @@ def release_each(
 
 
 @triton.jit
-def settle(BACKEND: tl.constexpr) -> None:
+def settle() -> None:
     """All threads of the program have reached this point, and their stores are performed on the device."""
-    if BACKEND == HIP:
+    if backend() == HIP:
         # a barrier of AMD's does not wait for stores
         tl.inline_asm_elementwise(
             "s_waitcnt vmcnt(0)\nv_mov_b32 $0, 0", "=v,~{memory}", [], tl.int32, is_pure=False, pack=1
@@ -249,11 +246,25 @@ def enter() -> None:
 
 
 @triton.jit
-def arrive_last(counter: tl.tensor, many: tl.tensor, programs: tl.tensor, BACKEND: tl.constexpr) -> tl.tensor:
+def program_number(tickets: tl.tensor, STARTS_IN_ORDER: tl.constexpr) -> tl.tensor:
+    """Number of this program, 0 .. tl.num_programs(0) - 1, once a kernel: where programs do not start in the order of
+    theirs, the next of ``tickets``."""
+    if STARTS_IN_ORDER:
+        return tl.program_id(0).to(tl.int64)
+    else:
+        number = tl.atomic_add(int64s(tickets), 1, sem="relaxed", scope="gpu")
+        if number == tl.num_programs(0) - 1:
+            # nobody takes one any more
+            tl.atomic_xchg(int64s(tickets), 0, sem="relaxed", scope="gpu")
+        return number
+
+
+@triton.jit
+def arrive_last(counter: tl.tensor, many: tl.tensor, programs: tl.tensor) -> tl.tensor:
     """True in the last of ``programs`` programs, which then sees what the others stored; it resets ``counter``. This
     one counts as ``many`` of them, at least one."""
     # without the barrier the atomic releases the stores of its own thread only
-    settle(BACKEND)
+    settle()
     before = tl.atomic_add(int64s(counter), many, sem="acq_rel", scope="gpu")
     last = before + many == programs
     if last:

@@ -16,7 +16,7 @@ from uccl_ep_serving.check import driver
 from uccl_ep_serving.check.place import Place, noting
 from uccl_ep_serving.control_plane.bootstrap import Exchange
 from uccl_ep_serving.gpu.memory import CudaMemory, InterpretedMemory
-from uccl_ep_serving.kernels.triton.launch import present_target
+from uccl_ep_serving.kernels.triton.target import present_target
 
 _REFUSED = 801
 _ERRORS = {2: b"out of memory", _REFUSED: b"operation not supported"}

@@ -23,7 +23,7 @@ normal = pytest.importorskip("uccl_ep_serving.kernels.cuda.normal", reason="need
 
 from uccl_ep_serving.errors import ConfigError, TransportError  # noqa: E402
 from uccl_ep_serving.kernels.blocks.normal_device import NormalFormat, NormalOpening, NormalTensors  # noqa: E402
-from uccl_ep_serving.kernels.triton.launch import Target  # noqa: E402
+from uccl_ep_serving.kernels.triton.target import Target  # noqa: E402
 from uccl_ep_serving.protocol.message import DTYPE_BF16, NormalNotify  # noqa: E402
 
 STREAM, DEVICE = 0x5EED, 3

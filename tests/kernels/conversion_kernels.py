@@ -16,17 +16,17 @@ from uccl_ep_serving.kernels.triton.words import floats, int32s, uint8s
 
 
 @triton.jit
-def to_e4m3(source: tl.int64, target: tl.int64, BLOCK: tl.constexpr, BACKEND: tl.constexpr) -> None:
+def to_e4m3(source: tl.int64, target: tl.int64, BLOCK: tl.constexpr) -> None:
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(floats(source + 4 * index))
-    tl.store(uint8s(target + index), round_e4m3(x, BACKEND))
+    tl.store(uint8s(target + index), round_e4m3(x))
 
 
 @triton.jit
-def to_e4m3fnuz(source: tl.int64, target: tl.int64, BLOCK: tl.constexpr, BACKEND: tl.constexpr) -> None:
+def to_e4m3fnuz(source: tl.int64, target: tl.int64, BLOCK: tl.constexpr) -> None:
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(floats(source + 4 * index))
-    tl.store(uint8s(target + index), round_e4m3fnuz(x, BACKEND))
+    tl.store(uint8s(target + index), round_e4m3fnuz(x))
 
 
 @triton.jit
@@ -36,12 +36,11 @@ def there_and_back(
     target: tl.int64,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     index = tl.arange(0, BLOCK)[None, :]
     everything = index >= 0
     row = narrow + tl.zeros([1], tl.int64)
-    store_floats(row, index, tl.load(floats(source + 4 * index)), everything, DTYPE, BACKEND)
+    store_floats(row, index, tl.load(floats(source + 4 * index)), everything, DTYPE)
     tl.debug_barrier()
     tl.store(floats(target + 4 * index), load_floats(row, index, everything, DTYPE))
 
@@ -54,11 +53,10 @@ def quantise(
     GROUPS: tl.constexpr,
     ROUND: tl.constexpr,
     FNUZ: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     value = tl.arange(0, GROUPS)[None, :, None] * 128 + tl.arange(0, 128)[None, None, :]
     x = tl.load(floats(source + 4 * (row * GROUPS * 128 + value)))
-    got, scale = quantise_blocks(x, ROUND, FNUZ, BACKEND)
+    got, scale = quantise_blocks(x, ROUND, FNUZ)
     tl.store(uint8s(codes + row * GROUPS * 128 + value), got)
     tl.store(int32s(scales + 4 * (row * GROUPS + tl.arange(0, GROUPS)[None, :])), scale)

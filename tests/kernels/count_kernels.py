@@ -37,10 +37,10 @@ def mark(state: tl.int64, number: tl.int64) -> None:
 
 
 @triton.jit
-def acknowledge(context: tl.int64, state: tl.int64, LANES: tl.constexpr, BACKEND: tl.constexpr) -> None:
+def acknowledge(context: tl.int64, state: tl.int64) -> None:
     """Before a dispatch, what the programs that serve a peer each do."""
     peer = tl.program_id(0).to(tl.int64)
-    tell_dispatches_read(context, state, peer, clock_ns(BACKEND), LANES, BACKEND)
+    tell_dispatches_read(context, state, peer, clock_ns())
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def told(acked: list[int]) -> list[list[int]]:
         state.words[host.DISPATCH_NUMBER], state.words[host.DISPATCH_READ] = 3, 3
         for peer, count in enumerate(acked, start=1):
             state.words[block.state_word("SENT_ACK_DISPATCH", peer)] = count
-        variant = Variant(acknowledge, {"LANES": 4, "BACKEND": 0})
+        variant = Variant(acknowledge, {})
         Launch(variant, (RANKS, 1, 1), (space.context, state.address)).run()
         notices = [notice(group, rank) for rank in (1, 2)]
         return [

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from uccl_ep_serving.kernels.blocks import low_latency_device as blocks
 from uccl_ep_serving.kernels.blocks import normal_device
-from uccl_ep_serving.kernels.triton import words
+from uccl_ep_serving.kernels.triton import target, words
 from uccl_ep_serving.kernels.triton.ll_message import publish_message
 from uccl_ep_serving.kernels.triton.publish import put_batch, store_flags
 from uccl_ep_serving.kernels.triton.words import int64s
@@ -28,7 +28,7 @@ from uccl_ep_serving.protocol.command import Command, decode
 from uccl_ep_serving.protocol.ring import SLOTS, lap_of, ring_bytes
 from uccl_ep_serving.protocol.streams import STREAMS
 
-RANKS, LANES, SLOTS_OF_RING, HIP = 5, 8, 16, 2
+RANKS, LANES, SLOTS_OF_RING = 5, 8, 16
 #: What stands in every word of the state block, and must still stand there.
 UNTOUCHED = 0x5A5A5A5A
 _LOAD = re.compile(r"global_load_dwordx2 \$0, \$1, off")
@@ -51,15 +51,16 @@ def _assembly(
 def _assembling() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tl, "inline_asm_elementwise", _assembly)
+        patch.setattr(target, "present_target", lambda: target.Target(int(target.HIP.value), LANES))
         patch.setattr(words, "_threads", lambda lanes: tl.constexpr(1))
         yield
 
 
 @triton.jit
-def put(context: tl.int64, state: tl.int64, LANES: tl.constexpr, BACKEND: tl.constexpr) -> None:
+def put(context: tl.int64, state: tl.int64) -> None:
     """The message for the peer that this program serves."""
     none = tl.full((), 0, tl.int64)
-    publish_message(context, state, tl.program_id(0).to(tl.int64), 0, none, none, LANES, BACKEND)
+    publish_message(context, state, tl.program_id(0).to(tl.int64), 0, none, none)
 
 
 @triton.jit
@@ -70,7 +71,6 @@ def publish(
     stream: tl.int64,
     FLAGS: tl.constexpr,
     LANES: tl.constexpr,
-    BACKEND: tl.constexpr,
 ) -> None:
     """Flags of 7 messages, or a write, for each peer whose word of ``chosen`` is not 0."""
     peers = tl.arange(0, LANES).to(tl.int64)
@@ -78,10 +78,10 @@ def publish(
     zero = tl.zeros_like(peers)
     stream = stream.to(tl.int64)
     if FLAGS:
-        store_flags(context, state, peers, take, stream, zero + 7, BACKEND)
+        store_flags(context, state, peers, take, stream, zero + 7)
     else:
         start = tl.full((), 0, tl.int64)
-        put_batch(context, state, peers, stream, take, zero + 64, zero + 128 * peers, zero + 32, start, BACKEND)
+        put_batch(context, state, peers, stream, take, zero + 64, zero + 128 * peers, zero + 32, start)
 
 
 class _Bench:
@@ -116,7 +116,7 @@ class _Bench:
         chosen[peers] = 1
         arguments: tuple[Any, ...] = (self.context.ctypes.data, self.state.ctypes.data, chosen.ctypes.data, 3)
         with _assembling():
-            publish[(1,)](*arguments, FLAGS=flags, LANES=LANES, BACKEND=HIP)
+            publish[(1,)](*arguments, FLAGS=flags, LANES=LANES)
 
     def put(self, mapped: list[int]) -> None:
         """A message to every rank, of which the kernel writes the window of those that are ``mapped`` itself."""
@@ -124,7 +124,7 @@ class _Bench:
         windows[mapped] = 1 << 40
         self.context[ctx.PEER_WINDOW] = windows.ctypes.data
         with _assembling():
-            put[(RANKS,)](self.context.ctypes.data, self.state.ctypes.data, LANES=LANES, BACKEND=HIP)
+            put[(RANKS,)](self.context.ctypes.data, self.state.ctypes.data)
 
     def commands(self) -> list[Command]:
         found = []

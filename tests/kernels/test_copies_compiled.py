@@ -18,7 +18,7 @@ normal = pytest.importorskip("uccl_ep_serving.kernels.cuda.normal", reason="need
 from tests.kernels.compiled_traps import cubin_resources  # noqa: E402
 from uccl_ep_serving.kernels.blocks.normal_device import NormalFormat, NormalOpening, NormalTensors  # noqa: E402
 from uccl_ep_serving.kernels.cuda import nvrtc  # noqa: E402
-from uccl_ep_serving.kernels.triton.launch import Target  # noqa: E402
+from uccl_ep_serving.kernels.triton.target import Target  # noqa: E402
 from uccl_ep_serving.protocol.message import DTYPE_BF16, DTYPE_F32, DTYPE_FP8, NormalNotify  # noqa: E402
 
 #: Registers of a multiprocessor, bytes that a block can have in shared memory, with 1 KiB that the driver takes.

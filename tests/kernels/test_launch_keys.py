@@ -134,7 +134,7 @@ def warmup(*arguments, grid, **constants):
 
 read = []
 combine_recv.warmup = warmup
-Launch(Variant(advance, {"LANES": 32, "BACKEND": 1}), (1, 1, 1), (0, 0)).build()
+Launch(Variant(combine_recv, {}), (1, 1, 1), (0, 0)).build()
 assert read[0] > 0
 assert len(combine_recv.used_global_vals) == 0
 """
@@ -152,7 +152,7 @@ def test_no_launch_compares_global_names(triton: str) -> None:
 def test_what_a_value_changes_is_seen() -> None:
     """Triton compiles 1 and multiples of 16 apart from other values, unless it is told not to."""
     constants = {"PAYLOAD": 512, "ROW_BYTES": 512, "CODING": 0, "TOPK": 2, "SLOTS": 2, "ROWS": 1, "BLOCK": 128}
-    constants |= {"STARTS_IN_ORDER": True, "LANES": 32, "BACKEND": 1}
+    constants |= {"STARTS_IN_ORDER": True}
 
     # of `dispatch_recv` with other values of the argument at each of two places
     launches: list[Seen] = []

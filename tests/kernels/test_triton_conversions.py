@@ -34,7 +34,7 @@ def convert_everything() -> list[str]:
         values = _cases(dtype)
         values[-1], values[-2] = float("nan"), 0.0
         codes = torch.empty(len(values), dtype=torch.uint8)
-        kernel[(len(values) // 1024,)](values.data_ptr(), codes.data_ptr(), BLOCK=1024, BACKEND=0)
+        kernel[(len(values) // 1024,)](values.data_ptr(), codes.data_ptr(), BLOCK=1024)
         if not torch.equal(codes, values.to(dtype).view(torch.uint8)):
             wrong.append(name)
     for dtype, code in ((torch.bfloat16, 0), (torch.float16, 1), (torch.float32, 2)):
@@ -46,7 +46,7 @@ def convert_everything() -> list[str]:
         back = torch.empty(1024, dtype=dtype)
         again = torch.empty(1024)
         conversion_kernels.there_and_back[(1,)](
-            fine.data_ptr(), back.data_ptr(), again.data_ptr(), DTYPE=code, BLOCK=1024, BACKEND=0
+            fine.data_ptr(), back.data_ptr(), again.data_ptr(), DTYPE=code, BLOCK=1024
         )
         same = torch.equal(back.isnan(), fine.isnan()) and torch.equal(back.nan_to_num(), fine.to(dtype).nan_to_num())
         if not same or not torch.equal(again.nan_to_num(), fine.to(dtype).float().nan_to_num()):
@@ -69,7 +69,7 @@ def quantise_everything() -> list[tuple[bool, bool]]:
         codes = torch.empty(64, 1024, dtype=torch.uint8)
         scales = torch.empty(64, 8)
         conversion_kernels.quantise[(64,)](
-            x.data_ptr(), codes.data_ptr(), scales.data_ptr(), GROUPS=8, ROUND=round_scale, FNUZ=False, BACKEND=0
+            x.data_ptr(), codes.data_ptr(), scales.data_ptr(), GROUPS=8, ROUND=round_scale, FNUZ=False
         )
         want, want_scales = quantise_fp8(x, round_scale)
         if not torch.equal(codes, want.view(torch.uint8)) or not torch.equal(scales, want_scales):

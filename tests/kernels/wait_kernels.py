@@ -16,13 +16,13 @@ from uccl_ep_serving.protocol import context as ctx
 
 
 @triton.jit
-def take_spins(context: tl.int64, out: tl.int64, BACKEND: tl.constexpr) -> None:
+def take_spins(context: tl.int64, out: tl.int64) -> None:
     """As every loop that waits, for something that never comes."""
-    start = clock_ns(BACKEND)
+    start = clock_ns()
     ending, checked = tl.full((), 0, tl.int32), start
     spins = tl.full((), 0, tl.int64)
     while ending == GO_ON:
-        ending, checked = end_spin(context, start, checked, BACKEND)
+        ending, checked = end_spin(context, start, checked)
         spins += 1
     poke(out, ending)
     poke(out + 8, spins)
@@ -60,16 +60,16 @@ def run(limit: int, step: int, fails_at: int) -> Ended:
             error[ctx.ERROR_CODE] = ctx.FAILURE_PEER_LOST
         return now
 
-    def counted(context: tl.tensor, BACKEND: int) -> tl.tensor:
+    def counted(context: tl.tensor) -> tl.tensor:
         nonlocal reads
         reads += 1
-        return look(context, BACKEND)
+        return look(context)
 
     for function in (clock, counted):
         function.__triton_builtin__ = True  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(words, "_interpreter_clock", clock)
         patch.setattr(wait, "sticky_code", counted)
-        take_spins[(1,)](context.ctypes.data, out.ctypes.data, BACKEND=0)
+        take_spins[(1,)](context.ctypes.data, out.ctypes.data)
     ending, spins = out.tolist()
     return Ended(ending, spins, reads, now - step)

@@ -32,43 +32,43 @@ _PATIENCE = 10_000_000_000
 
 
 @triton.jit
-def store_word(address: tl.int64, sink: tl.int64, value: tl.int64, BACKEND: tl.constexpr) -> None:
+def store_word(address: tl.int64, sink: tl.int64, value: tl.int64) -> None:
     """Store with release, as flags and counts are."""
     words = tl.zeros([2], tl.int64)
-    release_each(words + address, words + value, tl.arange(0, 2) == 0, sink, BACKEND)
+    release_each(words + address, words + value, tl.arange(0, 2) == 0, sink)
 
 
 @triton.jit
-def copy_word(source: tl.int64, target: tl.int64, BACKEND: tl.constexpr) -> None:
+def copy_word(source: tl.int64, target: tl.int64) -> None:
     """Load with acquire, as waiting kernels do."""
-    poke(target, acquire(source, BACKEND))
+    poke(target, acquire(source))
 
 
 @triton.jit
-def clock_steps(out: tl.int64, looks: tl.int64, BACKEND: tl.constexpr) -> None:
+def clock_steps(out: tl.int64, looks: tl.int64) -> None:
     """Smallest step of the clock that is not 0, and the time that ``looks`` looks take."""
-    first = clock_ns(BACKEND)
+    first = clock_ns()
     before = first
     least = tl.full((), 1 << 60, tl.int64)
     for _ in range(0, looks):
-        now = clock_ns(BACKEND)
+        now = clock_ns()
         least = tl.where(now > before, tl.minimum(least, now - before), least)
         before = now
-    settle(BACKEND)
+    settle()
     tl.store(int64s(out), least)
     tl.store(int64s(out + 8), before - first)
 
 
 @triton.jit
-def wait_word(address: tl.int64, value: tl.int64, limit: tl.int64, out: tl.int64, BACKEND: tl.constexpr) -> None:
+def wait_word(address: tl.int64, value: tl.int64, limit: tl.int64, out: tl.int64) -> None:
     """Wait for ``value`` as kernels wait for peers: (1 when it came, nanoseconds)."""
-    start = clock_ns(BACKEND)
+    start = clock_ns()
     now = start
     present = tl.full((), 0, tl.int32)
     while (present == 0) & (now - start < limit):
-        present = uniform((acquire(address, BACKEND) == value).to(tl.int32), BACKEND)
-        now = clock_ns(BACKEND)
-    settle(BACKEND)
+        present = uniform((acquire(address) == value).to(tl.int32))
+        now = clock_ns()
+    settle()
     poke(out, present.to(tl.int64))
     poke(out + 8, now - start)
 
@@ -77,7 +77,7 @@ def _load(place: Place, address: int) -> int:
     """What a kernel loads there."""
     note("kernel copy_word")
     found = torch.zeros(2, dtype=torch.int64, device=place.device)
-    copy_word[(1,)](address, found.data_ptr(), BACKEND=place.target.backend, num_warps=1)
+    copy_word[(1,)](address, found.data_ptr(), num_warps=1)
     return int(found[0].item())
 
 
@@ -85,7 +85,7 @@ def _store(place: Place, address: int, value: int) -> None:
     """What a kernel stores there is there when this returns."""
     note("kernel store_word")
     sink = torch.zeros(2, dtype=torch.int64, device=place.device)
-    store_word[(1,)](address, sink.data_ptr(), value, BACKEND=place.target.backend, num_warps=1)
+    store_word[(1,)](address, sink.data_ptr(), value, num_warps=1)
     place.memory.synchronize()
 
 
@@ -98,7 +98,7 @@ def clock(place: Place, exchange: Exchange) -> str:
     note("kernel clock_steps")
     found = torch.zeros(2, dtype=torch.int64, device=place.device)
     looks = 200 if place.target.interpreted else 200_000
-    clock_steps[(1,)](found.data_ptr(), looks, BACKEND=place.target.backend, num_warps=1)
+    clock_steps[(1,)](found.data_ptr(), looks, num_warps=1)
     least, total = found.tolist()
     expect(total > 0, "the clock of the GPU (globaltimer)", "a clock that runs", "one that stands still")
     return f"steps of {least} ns, a look takes {total / looks:.1f} ns"
@@ -183,7 +183,7 @@ def waiting(place: Place, exchange: Exchange) -> str:
     _store(place, address, _WORD)
     note("kernel wait_word")
     found = torch.zeros(2, dtype=torch.int64, device=place.device)
-    wait_word[(1,)](address + 8, _WORD + 1, _PATIENCE, found.data_ptr(), BACKEND=place.target.backend, num_warps=1)
+    wait_word[(1,)](address + 8, _WORD + 1, _PATIENCE, found.data_ptr(), num_warps=1)
     exchange.all_gather(place.memory.export(address))
     exchange.all_gather(b"")
     came, waited = found.tolist()
@@ -201,7 +201,7 @@ def captures(place: Place, exchange: Exchange) -> str:
     words = torch.zeros(4, dtype=torch.int64, device=place.device)
 
     def launch() -> None:
-        store_word[(1,)](words.data_ptr(), words.data_ptr() + 16, _WORD, BACKEND=place.target.backend, num_warps=1)
+        store_word[(1,)](words.data_ptr(), words.data_ptr() + 16, _WORD, num_warps=1)
 
     def run() -> None:
         order.run(launch, [words], own_stream=True, finish=True)

@@ -11,7 +11,8 @@ import torch
 import triton
 
 from ..gpu.memory import DeviceMemory, memory_of
-from ..kernels.triton.launch import Launch, Target, present_target
+from ..kernels.triton.launch import Launch
+from ..kernels.triton.target import Target, present_target
 from .workers import note
 
 __all__ = ["Place", "driver_call", "each_kernel_noted", "interpreting", "noting", "present_place"]

@@ -128,7 +128,7 @@ EQUIVALENT = (
     Equivalent(
         _SENDS,
         ("barrier",),
-        ("settle(BACKEND)", "put_commands("),
+        ("settle()", "put_commands("),
         "whoever puts a command has taken its slot and read the tail itself, since a lane is a thread; what the "
         "command is about was settled before",
         then="slot = ring + _SLOTS",
@@ -136,7 +136,7 @@ EQUIVALENT = (
     Equivalent(
         _SENDS,
         ("barrier",),
-        ("settle(BACKEND)", "good = _send_notice("),
+        ("settle()", "good = _send_notice("),
         "the thread that stores the words of a notice, all of them numbers, is that of the first lane, which tells "
         "that they are there",
         then="peers, mine = one_lane(",
@@ -144,33 +144,33 @@ EQUIVALENT = (
     Equivalent(
         _SENDS,
         ("barrier",),
-        ("settle(BACKEND)", "good = _wait_acks("),
+        ("settle()", "good = _wait_acks("),
         "another one stands behind all that a look notes, but where it refuses a notice: then none follows",
     ),
     Equivalent(
         ("dispatch_send",),
         ("barrier",),
-        ("settle(BACKEND)",),
+        ("settle()",),
         "another one stands before READY is told, and nobody reads before that where the message has its place",
         then="rows = int64s(route_table(route, R_COUNTS, peer))",
     ),
     Equivalent(
         _SENDS,
         ("barrier",),
-        ("settle(BACKEND)", "write_header("),
+        ("settle()", "write_header("),
         "another one stands before READY is told, and nobody reads behind that one what the peer was told",
     ),
     Equivalent(
         _SENDS,
         ("barrier",),
-        ("settle(BACKEND)", "good = wait_messages(context, state, others"),
+        ("settle()", "good = wait_messages(context, state, others"),
         "another one stands before READY is told, and nothing of the message is written before that",
     ),
     *(
         Equivalent(
             (kernel,),
             ("barrier",),
-            ("settle(BACKEND)", *caller),
+            ("settle()", *caller),
             "Triton puts another one between it and the atomic that counts the piece of work",
             then=then,
         )
@@ -184,7 +184,7 @@ EQUIVALENT = (
         Equivalent(
             (kernel,),
             ("barrier",),
-            ("settle(BACKEND)", caller),
+            ("settle()", caller),
             "Triton puts another one behind the atomic that finds the last program",
             then=then,
         )
@@ -204,13 +204,13 @@ EQUIVALENT = (
     Equivalent(
         _ALL,
         ("barrier",),
-        ("settle(BACKEND)", "tell_ready("),
+        ("settle()", "tell_ready("),
         "Triton puts another one between it and the atomic",
     ),
     Equivalent(
         ("dispatch_recv",),
         ("barrier",),
-        ("settle(BACKEND)", ""),
+        ("settle()", ""),
         "before a piece of work is counted: Triton puts another one between it and the atomic",
     ),
     *(
@@ -221,31 +221,31 @@ EQUIVALENT = (
             "what was in the space was received, and acquired then; that this message is here only says that no NIC "
             "repeats what came before",
         )
-        for kind, line in (("acquire", "count, _ = messages_arrived("), ("barrier", "settle(BACKEND)"))
+        for kind, line in (("acquire", "count, _ = messages_arrived("), ("barrier", "settle()"))
     ),
     Equivalent(
         ("combine_send",),
         ("barrier",),
-        ("settle(BACKEND)", "good = _serve("),
+        ("settle()", "good = _serve("),
         "another one stands before the first look at what a peer has said, which reads the place",
     ),
     Equivalent(
         ("combine_recv",),
         ("barrier",),
-        ("settle(BACKEND)", "good = wait_messages("),
+        ("settle()", "good = wait_messages("),
         "another one stands before what the peer has written is read",
     ),
     Equivalent(
         ("combine_recv",),
         ("barrier",),
-        ("settle(BACKEND)", "ready = await_ready(context, state, ranks"),
+        ("settle()", "ready = await_ready(context, state, ranks"),
         "another one stands before the rows are loaded",
     ),
     *(
         Equivalent(
             (kernel,),
             ("barrier",),
-            ("settle(BACKEND)", "ready = await_ready(context, state, one"),
+            ("settle()", "ready = await_ready(context, state, one"),
             "one peer alone is waited for: each thread acquires its word for itself, and none goes on that has not",
         )
         for kernel in ("dispatch_recv", "combine_send")
@@ -256,7 +256,7 @@ EQUIVALENT = (
         ("report_address(context) + ERROR_IDS",),
         "the word says all, and the host sees every store of a kernel that has ended",
     ),
-    Equivalent(_SENDS, ("acquire",), ("acquire_each(tails, BACKEND)",), _SLOT_OF_A_RING),
+    Equivalent(_SENDS, ("acquire",), ("acquire_each(tails)",), _SLOT_OF_A_RING),
     Equivalent(_SENDS, _ORDER_OF_AN_ATOMIC, ("tl.atomic_max(int64s(head_at + 8)",), _SLOT_OF_A_RING),
     *(
         Equivalent(_SENDS, ("acquire",), where, _COUNT_OF_A_NOTICE)

@@ -39,7 +39,7 @@ FAULTS: dict[str, Fault] = {
         narrow=True,
     ),
     "what is read is told at once, and not when the turn is over": Fault(
-        Change("normal_turns.end_turn", "    settle(BACKEND)\n", "")
+        Change("normal_turns.end_turn", "    settle()\n", "")
     ),
     "rows are told of in any order": Fault(Change("words.release_each", "st.release.sys", "st.relaxed.sys")),
     "rows are read in any order": Fault(Change("words.acquire_each", "ld.acquire.sys", "ld.relaxed.sys")),

@@ -13,7 +13,7 @@ import pytest
 
 from tests.rules.family import execute
 from tests.rules.mutation import ROOT
-from uccl_ep_serving.kernels.triton import launch
+from uccl_ep_serving.kernels.triton.target import Target
 
 _PACKAGE = "uccl_ep_serving.kernels.triton"
 _DIRECTORY = Path("kernels/triton")
@@ -56,7 +56,7 @@ def serving(sources: Mapping[Path, str], directory: Path, mode: str = "low_laten
     name = f"{_PACKAGE}.{mode}"
     mutant = execute([f"{_PACKAGE}.{short}" for short in _FAMILIES[mode]], sources, directory)[name]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mutant, "present_target", lambda: launch.Target(1, 32))
+        patch.setattr(mutant, "present_target", lambda: Target(1, 32))
         patch.setitem(sys.modules, name, mutant)
         yield
 

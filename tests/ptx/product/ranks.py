@@ -30,6 +30,7 @@ from uccl_ep_serving.handles import EventOverlap
 from uccl_ep_serving.kernels import select
 from uccl_ep_serving.kernels.cuda import normal as copies
 from uccl_ep_serving.kernels.triton import launch, low_latency, normal
+from uccl_ep_serving.kernels.triton.target import Target
 from uccl_ep_serving.modes.low_latency_gpu import LowLatencyGpu
 from uccl_ep_serving.modes.normal_gpu import NormalGpu
 from uccl_ep_serving.protocol.context import FAILURE_PROXY_DIED
@@ -225,9 +226,9 @@ class ModelGroup(FakeGroup):
 def _launching(group: ModelGroup) -> Iterator[None]:
     """Inside, launches of CPU tensors go to the machine of ``group``, compiled for CUDA."""
     # programs that start in any order take their numbers as they start
-    target = launch.Target(1, 32, in_order=not group.machine.shuffled)
+    target = Target(1, 32, in_order=not group.machine.shuffled)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (launch, low_latency, normal):
+        for module in (low_latency, normal):
             patch.setattr(module, "present_target", lambda: target)
         patch.setattr(launch.Launch, "run", lambda self: group.launch(self))
         patch.setattr(launch.Launch, "compile", lambda self: group.compiled.ready(self))

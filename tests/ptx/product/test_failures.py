@@ -162,7 +162,7 @@ def test_a_program_that_has_failed_moves_nothing(memory: str) -> None:
             return []
         state, space = low_latency._session._shared
         out = torch.full((32,), 7)
-        variant = Variant(told_too_late, {"LANES": 32, "BACKEND": 1})
+        variant = Variant(told_too_late, {"LANES": 32})
         Launch(variant, (2, 1, 1), (space.context, state.address, 1 << 40, out.data_ptr())).run()
         runtime.group.synchronise()
         return out.tolist()

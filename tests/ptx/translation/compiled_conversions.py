@@ -8,7 +8,6 @@ import json
 
 from tests.kernels.conversion_kernels import quantise, to_e4m3, to_e4m3fnuz
 from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
-from uccl_ep_serving.kernels.triton.words import CUDA
 
 #: Blocks of 128 values of a program of ``quantise``.
 GROUPS = 4
@@ -16,7 +15,7 @@ GROUPS = 4
 
 def main() -> None:
     at = 1 << 40
-    options = {"BACKEND": CUDA.value, "grid": (1,), "num_warps": 4}
+    options = {"grid": (1,), "num_warps": 4}
     with compiling_for(GPUS["sm_90"]):
         built = {kernel.__name__: kernel.warmup(at, at, BLOCK=1024, **options) for kernel in (to_e4m3, to_e4m3fnuz)}
         for rounded, fnuz in itertools.product((False, True), repeat=2):
