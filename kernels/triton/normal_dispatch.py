@@ -82,27 +82,37 @@ class Tensors(NamedTuple):
     kept: tl.tensor
 
 
+class Rows(NamedTuple):
+    """Rows of a plan that are sent together.
+
+    Attributes:
+        index: in the plan. inside: there is such a row. many: pipes that it passes. source: its address.
+        expert, weight, scale: its meta, [rows, any]; 0 where rows have none.
+    """
+
+    index: tl.tensor
+    inside: tl.tensor
+    many: tl.tensor
+    source: tl.tensor
+    expert: tl.tensor
+    weight: tl.tensor
+    scale: tl.tensor
+
+
 @triton.jit
 def _store_meta(
-    target: tl.tensor,
-    here: tl.tensor,
-    expert: tl.tensor,
-    weight: tl.tensor,
-    scale: tl.tensor,
-    first_expert: tl.tensor,
-    experts: tl.tensor,
-    shape: RowShape,
+    target: tl.tensor, here: tl.tensor, rows: Rows, first_expert: tl.tensor, experts: tl.tensor, shape: RowShape
 ) -> None:
     """Meta of rows for ranks, or nodes, with ``experts`` experts from ``first_expert`` on, [rows, 1]; ids of others are
     -1."""
     if shape.TOPK > 0:
-        local = expert - first_expert
+        local = rows.expert - first_expert
         local = tl.where((local >= 0) & (local < experts), local, -1)
         store_words(target, local.to(tl.int32), here, shape.TOPK, shape.SLOTS)
-        bits = tl.where(local >= 0, weight, 0)
+        bits = tl.where(local >= 0, rows.weight, 0)
         store_words(target + 4 * shape.TOPK, bits, here, shape.TOPK, shape.SLOTS)
     if shape.SCALE_WORDS > 0:
-        store_words(target + 8 * shape.TOPK, scale, here, shape.SCALE_WORDS, shape.SCALES)
+        store_words(target + 8 * shape.TOPK, rows.scale, here, shape.SCALE_WORDS, shape.SCALES)
 
 
 @triton.jit
@@ -123,6 +133,45 @@ def _store_marks(
 
 
 @triton.jit
+def _spread(
+    one: Channel, tensors: Tensors, rows: Rows, base: tl.tensor, token: tl.tensor, shape: RowShape, NODES: tl.constexpr
+) -> None:
+    """Copy rows into all pipes that they pass, each loaded once, with their meta: ids count from the experts of rank
+    ``base`` on. With NODES some pipes are rails; the rows are tokens ``token``."""
+    used: tl.constexpr = 2 * shape.TOPK + shape.SCALE_WORDS
+    ahead: tl.constexpr = shape.ROWS != _CROWDED
+    for first in range(0, shape.WORDS, shape.BLOCK):
+        word = first + tl.arange(0, shape.BLOCK)[None, :]
+        within = word < shape.WORDS
+        _, target = nth_way(one, rows.index, rows.many, 0)
+        part = tl.load(aligned(rows.source, tl.int32)[:, None] + word, mask=rows.inside[:, None] & within, other=0)
+        for nth in range(tl.max(rows.many, axis=0)):
+            here = nth < rows.many
+            if ahead:
+                # where they go next is on its way while they are stored here
+                _, after = nth_way(one, rows.index, rows.many, nth + 1)
+            tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & within)
+            if first == 0:
+                meta, near, pipe = target + 4 * shape.WORDS, here, nth_pipe_of(one, rows.index, here, nth)
+                first_expert, experts = (pipe - base) * tensors.local_experts, tensors.local_experts
+                if NODES:
+                    crossing = here & (pipe >= one.ranks)
+                    near = here & (pipe < one.ranks)
+                    node = tl.where(crossing, pipe - one.ranks, 0)
+                    experts = tl.where(crossing, one.size, 1) * tensors.local_experts
+                    first_expert = tl.where(crossing, node * experts, first_expert)
+                    experts = experts[:, None]
+                _store_meta(meta, here, rows, first_expert[:, None], experts, shape)
+                pad(meta, near, used, tensors.meta)
+                if NODES:
+                    marked = _store_marks(one, tensors, node, token, meta + 4 * used, crossing)
+                    pad(meta, crossing, used + marked, tensors.meta)
+            if not ahead:
+                _, after = nth_way(one, rows.index, rows.many, nth + 1)
+            target = after
+
+
+@triton.jit
 def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NODES: tl.constexpr) -> tl.tensor:
     """Put the next tokens from ``token`` on into the pipes of their ranks: how many were put."""
     end = first_token(tensors.tokens, one.index + 1, one.channels)
@@ -130,10 +179,6 @@ def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NOD
     marks = Marks(tensors.in_rank + token * one.ranks, one.ranks, tensors.tokens)
     none = tl.full((), 0, tl.int64)
     rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), True, False, NODES, shape.RANKS)
-    words: tl.constexpr = shape.WORDS
-    block: tl.constexpr = shape.BLOCK
-    ahead: tl.constexpr = shape.ROWS != _CROWDED
-    used: tl.constexpr = 2 * shape.TOPK + shape.SCALE_WORDS
     for begin in range(0, rows, shape.ROWS):
         index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
         inside = index < rows
@@ -147,35 +192,9 @@ def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NOD
             weight = load_words(tensors.weights + 4 * each * shape.TOPK, inside, shape.TOPK, shape.SLOTS)
         if shape.SCALE_WORDS > 0:
             scale = load_words(tensors.scales + 4 * each * shape.SCALE_WORDS, inside, shape.SCALE_WORDS, shape.SCALES)
-        for first in range(0, words, block):
-            word = first + tl.arange(0, block)[None, :]
-            source = tensors.x + each * (4 * words)
-            _, target = nth_way(one, index, many, 0)
-            part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=inside[:, None] & (word < words), other=0)
-            for nth in range(tl.max(many, axis=0)):
-                here = nth < many
-                if ahead:
-                    # where they go next is on its way while they are stored here
-                    _, after = nth_way(one, index, many, nth + 1)
-                tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
-                if first == 0:
-                    meta, near, pipe = target + 4 * words, here, nth_pipe_of(one, index, here, nth)
-                    first_expert, experts = pipe * tensors.local_experts, tensors.local_experts
-                    if NODES:
-                        crossing = here & (pipe >= one.ranks)
-                        near = here & (pipe < one.ranks)
-                        node = tl.where(crossing, pipe - one.ranks, 0)
-                        experts = tl.where(crossing, one.size, 1) * tensors.local_experts
-                        first_expert = tl.where(crossing, node * experts, first_expert)
-                        experts = experts[:, None]
-                    _store_meta(meta, here, expert, weight, scale, first_expert[:, None], experts, shape)
-                    pad(meta, near, used, tensors.meta)
-                    if NODES:
-                        marked = _store_marks(one, tensors, node, each, meta + 4 * used, crossing)
-                        pad(meta, crossing, used + marked, tensors.meta)
-                if not ahead:
-                    _, after = nth_way(one, index, many, nth + 1)
-                target = after
+        source = tensors.x + each * (4 * shape.WORDS)
+        sent = Rows(index, inside, many, source, expert, weight, scale)
+        _spread(one, tensors, sent, none, each, shape, NODES)
     return rows
 
 
@@ -186,15 +205,12 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
     taken = get(one, N_TAKEN, rail)
     rows = tl.minimum(get(one, N_ARRIVED, rail) - taken, STEP)
     ring, held = get(one, N_IN_RING, rail), get(one, N_IN_ROWS, rail)
-    words: tl.constexpr = shape.WORDS
-    block: tl.constexpr = shape.BLOCK
-    ahead: tl.constexpr = shape.ROWS != _CROWDED
     if rows > 0:
         # all threads have read the marks of the node before
         settle_plan()
         # what a peer may change is read once
         every = tl.arange(0, STEP).to(tl.int64)
-        told = row_address(ring, held, one.stride, (taken + every).to(tl.int32)) + 4 * words + 4 * used
+        told = row_address(ring, held, one.stride, (taken + every).to(tl.int32)) + 4 * shape.WORDS + 4 * used
         nbytes, stride = (one.size + 7) // 8, mark_stride(one)
         for byte in range(nbytes):
             mark = tl.load(uint8s(told + byte), mask=every < rows, other=0)
@@ -214,33 +230,15 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
             inside = index < rows
             many = ways_each(one, index, inside)
             source = row_address(ring, held, one.stride, (taken + index).to(tl.int32))
-            meta = source + 4 * words
+            meta = source + 4 * shape.WORDS
             expert, weight, scale = 0, 0, 0
             if shape.TOPK > 0:
                 expert = load_words(meta, inside, shape.TOPK, shape.SLOTS).to(tl.int64)
                 weight = load_words(meta + 4 * shape.TOPK, inside, shape.TOPK, shape.SLOTS)
             if shape.SCALE_WORDS > 0:
                 scale = load_words(meta + 8 * shape.TOPK, inside, shape.SCALE_WORDS, shape.SCALES)
-            for start in range(0, words, block):
-                word = start + tl.arange(0, block)[None, :]
-                _, target = nth_way(one, index, many, 0)
-                part = tl.load(
-                    aligned(source, tl.int32)[:, None] + word, mask=inside[:, None] & (word < words), other=0
-                )
-                for nth in range(tl.max(many, axis=0)):
-                    here = nth < many
-                    if ahead:
-                        _, after = nth_way(one, index, many, nth + 1)
-                    tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=here[:, None] & (word < words))
-                    if start == 0:
-                        put = target + 4 * words
-                        pipe = nth_pipe_of(one, index, here, nth)
-                        first_expert = ((pipe - first) * tensors.local_experts)[:, None]
-                        _store_meta(put, here, expert, weight, scale, first_expert, tensors.local_experts, shape)
-                        pad(put, here, used, tensors.meta)
-                    if not ahead:
-                        _, after = nth_way(one, index, many, nth + 1)
-                    target = after
+            sent = Rows(index, inside, many, source, expert, weight, scale)
+            _spread(one, tensors, sent, first, index, shape, False)
         poke(entry(one, N_NEXT_TAKEN, rail), taken + rows)
     return rows
 
