@@ -365,7 +365,6 @@ def dispatch_send(
             ROUND,
             FNUZ,
             TOPK,
-            SLOTS,
             ROWS,
             BLOCK,
         )
@@ -392,7 +391,6 @@ def _write_rows(
     ROUND: tl.constexpr,
     FNUZ: tl.constexpr,
     TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:

@@ -83,7 +83,7 @@ def _stamped(one: Channel, words: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _told_rows(one: Channel, rows: tl.tensor, chunk: tl.tensor, ring: tl.tensor) -> tl.tensor:
+def _told_rows(rows: tl.tensor, chunk: tl.tensor, ring: tl.tensor) -> tl.tensor:
     """(Rows that a message on what is read stands for, how many such messages a proxied pipe of ``rows`` rows needs):
     half a ring each, until the rest fits."""
     each = tl.maximum(over(ring, chunk) >> 1, 1) * chunk
@@ -118,7 +118,7 @@ def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor:
     freed = _stamped(one, count)
     out_rows = get_each(one, N_OUT_ROWS, pipes, live)
     chunk, ring = get_each(one, N_OUT_CHUNK, pipes, proxied), get_each(one, N_LANDING_ROWS, pipes, proxied)
-    each, needed = _told_rows(one, send, tl.maximum(chunk, 1), ring)
+    each, needed = _told_rows(send, tl.maximum(chunk, 1), ring)
     messages = count - get_each(one, N_MESSAGES_TAKEN + told_table, pipes, proxied)
     landing = ring + tl.minimum(tl.maximum(messages, 0), needed) * each
     # what a NIC may repeat is written over when it is over, in the staging and where it lands
@@ -203,7 +203,7 @@ def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor
     chunk = tl.maximum(get_each(one, N_OUT_CHUNK, pipes, proxied), 1)
     messages = over(tl.where(sent == send, sent + chunk - 1, sent), chunk)
     due = tl.where(proxied, messages - shown, 0)
-    each, needed = _told_rows(one, receive, tl.maximum(get_each(one, N_IN_CHUNK, pipes, proxied), 1), in_rows)
+    each, needed = _told_rows(receive, tl.maximum(get_each(one, N_IN_CHUNK, pipes, proxied), 1), in_rows)
     due_told = tl.where(proxied, tl.minimum(over(taken, each), needed) - freed, 0)
     ring = tl.maximum(get_each(one, N_LANDING_ROWS, pipes, proxied), 1)
     staged = tl.maximum(get_each(one, N_OUT_ROWS, pipes, proxied), 1)
@@ -317,7 +317,7 @@ def count_messages(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> No
     send, receive = get_each(one, N_SEND_ROWS, pipes, proxied), get_each(one, N_RECV_ROWS, pipes, proxied)
     chunk = tl.maximum(get_each(one, N_OUT_CHUNK, pipes, proxied), 1)
     received = tl.maximum(get_each(one, N_IN_CHUNK, pipes, proxied), 1)
-    _, coming = _told_rows(one, send, chunk, get_each(one, N_LANDING_ROWS, pipes, proxied))
+    _, coming = _told_rows(send, chunk, get_each(one, N_LANDING_ROWS, pipes, proxied))
     _add(one, N_MESSAGES_SENT + table, pipes, proxied, over(send + chunk - 1, chunk))
     _add(one, N_MESSAGES_SENT + told_table, pipes, proxied, get_each(one, N_FREED, pipes, proxied))
     _add(one, N_MESSAGES_TAKEN + table, pipes, proxied, over(receive + received - 1, received))
