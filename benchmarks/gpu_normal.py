@@ -2,7 +2,7 @@
 """Normal mode on one GPU: checked, then timed, beside a plain copy of the same bytes. Ranks are processes on it.
 
     benchmarks/gpu_normal.py [--only normal_alone,normal_exchange,normal_first,normal_deepep]
-                             [--programs 4,8,16] [--copies triton,tma] [--json FILE]
+                             [--programs 4,8,16,24] [--copies triton,tma] [--json FILE]
 
 Each part prints one JSON object. ``scripts/gpu-check`` runs all of it beside the tests. With ``--interpreter`` and a
 small shape it runs everywhere, and its times mean nothing.
@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=7168, help="values of a token, a multiple of 128")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each step")
     parser.add_argument("--calls", type=int, default=10, help="calls that make a sample")
-    parser.add_argument("--programs", default="4,8,16", help="most programs, comma-separated")
+    parser.add_argument("--programs", default="4,8,16,24", help="most programs, comma-separated")
     parser.add_argument("--copies", default="triton", help="what moves rows, comma-separated: triton, tma")
     parser.add_argument("--formats", default=",".join(FORMATS), help="of rows, comma-separated")
     parser.add_argument("--interpreter", action="store_true", help="in Triton's interpreter, on CPU tensors")

@@ -7,7 +7,7 @@ from ..native.jit import compiled, inlined
 from ..protocol.command import COMMAND_BYTES, HIGH, KIND_WRITE, LOW, MAX_WRITE_BYTES
 from ..protocol.ring import CAPACITY, SLOTS
 from ..protocol.ring import TAIL as RING_TAIL
-from ..protocol.streams import CREDIT, HOST, MAX_CHANNELS, STREAMS
+from ..protocol.streams import CREDIT, HOST, STREAMS
 from . import faults, words
 from .flow import admitted, claim_room, post, post_apart
 from .queues import drop_first, enqueue, first_node, mark_ready, pop_ready
@@ -69,7 +69,7 @@ def _offset(word: int) -> int:
 def _refuse(state: int, fault: int, low: int, high: int, index: int) -> None:
     """Command ``index`` of the ring is wrong and is dropped: nothing of it is posted, no number is used for it.
 
-    Kernels check what they enqueue, so this is the second line. On a HOST stream nobody waits for it: its author is
+    Kernels check what they enqueue, so this is the second line. On HOST nobody waits for it: its author is
     told once, and everything goes on. Anywhere else it was part of an operation, and a later message must not be taken
     for the one that is missing: this rank drops the destination, and the operation ends by name on both sides. A
     command without a possible destination leaves open which operation it belonged to: then all of this rank's end.
@@ -78,7 +78,7 @@ def _refuse(state: int, fault: int, low: int, high: int, index: int) -> None:
     stream = (high >> COMMAND_STREAM_SHIFT) & COMMAND_STREAM_MASK
     words.count(state, words.C_REFUSED)
     # rule: a wrong command of an operation ends the pair
-    if HOST <= stream < HOST + MAX_CHANNELS:
+    if stream == HOST:
         if peek(state + words.REFUSED) == load64(state + words.NAMED):
             poke(state + words.REFUSED_LOW, low)
             poke(state + words.REFUSED_HIGH, high)

@@ -288,7 +288,7 @@ class ProxyService:
         """Raise, once for each, what was refused on streams that no operation waits for. Everything else goes on.
 
         Raises:
-            ProtocolError: a command on a HOST stream was wrong; nothing of it was sent.
+            ProtocolError: a command on HOST was wrong; nothing of it was sent.
         """
         for state in self.states:
             refused = state.glance[words.REFUSED // 8]

@@ -410,9 +410,9 @@ SETTINGS: tuple[Variable, ...] = (
     Variable("chunk_depth", _integer(1, 64), True, "chunks in flight per destination in normal mode", group="debug"),
     Variable(
         "programs",
-        _integer(0, 16),
+        _integer(0, 24),
         True,
-        "GPU programs (SMs) of normal mode, each of which serves a channel; 0: 16. Never more than `Config.num_sms`",
+        "GPU programs (SMs) of normal mode, each of which serves a channel; 0: `Config.num_sms`, which is the most",
     ),
     Variable(
         "copy",

@@ -16,7 +16,7 @@ import torch
 from ...protocol.layout import WindowLayout
 from ...protocol.message import LEAST_CHUNK_BYTES
 from ...protocol.pipe import STEP, pipe_count
-from ...protocol.streams import MAX_CHANNELS
+from ...protocol.streams import NORMAL_CHANNELS
 from . import low_latency_device
 
 _word = count()
@@ -93,7 +93,7 @@ INFO_WORDS = next(_word)  # how many these are
 #: local expert.
 PEER_INFO_WORDS = 4
 
-# What a handle keeps, int64[ROUTE_TABLES, ranks, MAX_CHANNELS] [program 0 of a first dispatch]
+# What a handle keeps, int64[ROUTE_TABLES, ranks, NORMAL_CHANNELS] [program 0 of a first dispatch]
 _word = count()
 ROUTE_SEND = next(_word)  # rows for the rank
 ROUTE_RECV = next(_word)  # rows of the rank
@@ -118,8 +118,8 @@ class DeviceNormalState:
 
     def __init__(self, layout: WindowLayout, device: torch.device) -> None:
         plan, ranks = layout.normal, layout.ranks
-        tables = len(TABLES) * MAX_CHANNELS * pipe_count(ranks)
-        scratch = MAX_CHANNELS * sum(scratch_bytes(ranks)) // 8
+        tables = len(TABLES) * NORMAL_CHANNELS * pipe_count(ranks)
+        scratch = NORMAL_CHANNELS * sum(scratch_bytes(ranks)) // 8
         words = torch.zeros(STATE_WORDS + tables + scratch, dtype=torch.int64)
         landing = layout["normal_rounds"], layout["normal_heap"]
         for word, value in (
@@ -153,7 +153,7 @@ class NormalFormat(NamedTuple):
         shape: digest for the handle of a dispatch with number -1.
         shape_step: what it grows by with the number of that dispatch, modulo 2**63.
         node_ranks: ranks of a node when each row crosses once to a node, else 0.
-        channels: that the rows are dealt to, 1 .. MAX_CHANNELS.
+        channels: that the rows are dealt to, 1 .. NORMAL_CHANNELS.
     """
 
     kind: int

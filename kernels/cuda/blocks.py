@@ -30,7 +30,7 @@ _NAMES: tuple[tuple[str, ModuleType, int, tuple[str, ...]], ...] = (
     ("", normal_device, 1, ("STATE_WORDS",)),
     ("PIPE_", pipe, 1, ("ARRIVED", "FREED", "EVERYTHING", "STEP")),
     ("", pipe, 1, ("STAMP_SHIFT",)),
-    ("", streams, 1, ("MAX_CHANNELS", "NORMAL_DISPATCH", "NORMAL_COMBINE")),
+    ("", streams, 1, ("NORMAL_CHANNELS", "NORMAL_DISPATCH", "NORMAL_COMBINE")),
     ("", message, 1, ("DTYPE_BF16", "DTYPE_F16", "DTYPE_F32")),
 )
 

@@ -31,7 +31,7 @@ struct Channel {
     __device__ word of(int offset) const { return peek(context + offset); }
 
     __device__ word entry(int table, int pipe) const {
-        const word place = static_cast<word>(table * MAX_CHANNELS + index) * (2 * ranks) + pipe;
+        const word place = static_cast<word>(table * NORMAL_CHANNELS + index) * (2 * ranks) + pipe;
         return peek(state + 8 * (STATE_WORDS + place));
     }
 };
@@ -79,7 +79,7 @@ __device__ __forceinline__ Pipe begin_pipe(const Channel& one, Turn& turn) {
         const word there = peek(one.of(C_PEER_WINDOW) + 8 * pipe);
         const word words = peek(one.state + W_PIPE_WORDS);
         auto place = [&](word window, int which, int end) {
-            const word offset = static_cast<word>(which * MAX_CHANNELS + one.index) * (2 * one.ranks) + end;
+            const word offset = static_cast<word>(which * NORMAL_CHANNELS + one.index) * (2 * one.ranks) + end;
             return global<word>(window + words + 8 * offset);
         };
         mine.arrived_here = place(here, PIPE_ARRIVED, pipe), mine.freed_here = place(here, PIPE_FREED, pipe);

@@ -11,7 +11,7 @@ from ...errors import ConfigError
 from ...protocol.layout import WindowLayout
 from ...protocol.message import NormalNotify, element_bytes
 from ...protocol.pipe import LINE, pipe_count
-from ...protocol.streams import MAX_CHANNELS
+from ...protocol.streams import NORMAL_CHANNELS
 from ..blocks import normal_device as block
 from ..blocks.normal_device import DeviceNormalState, NormalFormat, NormalOpening, NormalTensors
 from .launch import Launch, Variant
@@ -57,7 +57,7 @@ class TritonNormalKernels:
         # in the interpreter an operation costs the same for one row and for many, and programs take turns
         interpreted = self.target.interpreted
         self._rows = 16 if interpreted else _ROWS
-        self._most_channels = 3 if interpreted else MAX_CHANNELS
+        self._most_channels = 3 if interpreted else NORMAL_CHANNELS
         self._warps = max(_THREADS // self.target.warp, 1)
         self._registers = _REGISTERS if self.target.backend == int(CUDA.value) else 0
         pipes = _power_of_two(pipe_count(ranks))
@@ -65,7 +65,7 @@ class TritonNormalKernels:
             "RANKS": self._ranks,
             "TOKENS": min(max(_PAIRS // self._ranks, 1), 64 if interpreted else _PAIRS),
             # one for each thread, so that nobody reads for another
-            "PIPES": max(pipes, MAX_CHANNELS if interpreted else _THREADS),
+            "PIPES": max(pipes, _power_of_two(NORMAL_CHANNELS) if interpreted else _THREADS),
             "STARTS_IN_ORDER": self.target.in_order,
         }
         self._reporting = Variant(report_ids, {})

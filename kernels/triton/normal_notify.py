@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.message import CHANNEL_ROWS_BYTES, HEADER_BYTES, NormalNotify
-from ...protocol.streams import MAX_CHANNELS, NORMAL_NOTIFY
+from ...protocol.streams import NORMAL_CHANNELS, NORMAL_NOTIFY
 from ..blocks import normal_device
 from .blocks import S_SINK, W_NOTIFY_RECV, W_NOTIFY_SEND, W_NOTIFY_STRIDE, W_NUMBER
 from .context import arrived_address, completed_address, is_live, landing_window, peer_window, window_address
@@ -26,7 +26,7 @@ _AT_NUMBER, _AT_CODING = tl.constexpr(8 * NormalNotify.NUMBER), tl.constexpr(8 *
 _AT_SHAPE = tl.constexpr(8 * NormalNotify.SHAPE)
 _AT_ROW_BYTES, _AT_META_BYTES = tl.constexpr(8 * NormalNotify.ROW_BYTES), tl.constexpr(8 * NormalNotify.META_BYTES)
 _AT_ROWS, _ROWS_BYTES = tl.constexpr(8 * NormalNotify.CHANNEL_ROWS), tl.constexpr(CHANNEL_ROWS_BYTES)
-_MAX_CHANNELS = tl.constexpr(MAX_CHANNELS)
+_CHANNELS = tl.constexpr(NORMAL_CHANNELS)
 #: Where the host is told what peers of another shape said, and bytes for each.
 PEER_INFO = tl.constexpr(8 * normal_device.INFO_WORDS)
 PEER_INFO_BYTES = tl.constexpr(8 * normal_device.PEER_INFO_WORDS)
@@ -41,7 +41,7 @@ class Opening(NamedTuple):
 
     Attributes:
         in_rank: uint8[tokens, ranks], which ranks a token of this rank goes to. tokens: of this rank.
-        route: int64[ROUTE_TABLES, ranks, MAX_CHANNELS], written in a first dispatch.
+        route: int64[ROUTE_TABLES, ranks, NORMAL_CHANNELS], written in a first dispatch.
         expert_counts: int32[experts] to tell and to add up, in a first dispatch; else 0.
         number: int64[1], number of the dispatch that the handle is of, written in a first one.
         info: what the host is told (``blocks.normal_device``), in its memory. ticket: of this call, stored there last.
@@ -71,7 +71,7 @@ class Opening(NamedTuple):
 @triton.jit
 def route_at(one: Channel, route: tl.tensor, table: tl.constexpr, ranks: tl.tensor) -> tl.tensor:
     """Addresses of the ranks' rows in the channel, in a table of a route."""
-    return route + 8 * ((table * one.ranks + ranks) * _MAX_CHANNELS + one.index)
+    return route + 8 * ((table * one.ranks + ranks) * _CHANNELS + one.index)
 
 
 @triton.jit
@@ -153,14 +153,14 @@ def send_notifies(
             # what a dispatch sent comes back in its combine
             rows_at = opening.route + 8 * channel
             table: tl.constexpr = RECV if KIND == COMBINE else SEND
-            rows = tl.load(int64s(rows_at + 8 * _MAX_CHANNELS * (table * ranks + peers)), mask=live, other=0)
+            rows = tl.load(int64s(rows_at + 8 * _CHANNELS * (table * ranks + peers)), mask=live, other=0)
             tl.store(int32s(at + _AT_ROWS + 4 * channel), rows.to(tl.int32), mask=live)
             if NODES:
                 rail_table: tl.constexpr = RAIL_RECV if KIND == COMBINE else RAIL_SEND
                 nodes = over(peers, one.size)
                 rail = live & (nodes != node_of(one)) & (rest(peers, one.size) == rest(me, one.size))
-                rows = tl.load(int64s(rows_at + 8 * _MAX_CHANNELS * (rail_table * ranks + nodes)), mask=rail, other=0)
-                tl.store(int32s(at + _AT_ROWS + 4 * (_MAX_CHANNELS + channel)), rows.to(tl.int32), mask=live)
+                rows = tl.load(int64s(rows_at + 8 * _CHANNELS * (rail_table * ranks + nodes)), mask=rail, other=0)
+                tl.store(int32s(at + _AT_ROWS + 4 * (_CHANNELS + channel)), rows.to(tl.int32), mask=live)
         nbytes = zero + (_HEADER + _ROWS_BYTES)
         if KIND == DISPATCH:
             for expert in range(opening.local_experts):
@@ -212,16 +212,16 @@ def take_notifies(
     for channel in range(one.channels):
         rows = tl.load(int32s(at + _AT_ROWS + 4 * channel), mask=same, other=0).to(tl.int64)
         known: tl.constexpr = SEND if KIND == COMBINE else RECV
-        known_at = opening.route + 8 * (channel + _MAX_CHANNELS * (known * ranks + peers))
+        known_at = opening.route + 8 * (channel + _CHANNELS * (known * ranks + peers))
         wrong, least = _take_rows(same, rows, known_at, KIND)
         bad, got, want = bad | wrong, tl.where(wrong, rows, got), tl.where(wrong, least, want)
         if NODES:
-            rail_at = int32s(at + _AT_ROWS + 4 * (_MAX_CHANNELS + channel))
+            rail_at = int32s(at + _AT_ROWS + 4 * (_CHANNELS + channel))
             rail_rows = tl.load(rail_at, mask=same, other=0).to(tl.int64)
             nodes = over(peers, one.size)
             rail = same & (nodes != node_of(one)) & (rest(peers, one.size) == rest(one.me, one.size))
             rail_known: tl.constexpr = RAIL_SEND if KIND == COMBINE else RAIL_RECV
-            known_at = opening.route + 8 * (channel + _MAX_CHANNELS * (rail_known * ranks + nodes))
+            known_at = opening.route + 8 * (channel + _CHANNELS * (rail_known * ranks + nodes))
             wrong, least = _take_rows(rail, rail_rows, known_at, KIND)
             # only rail peers tell of rows to be forwarded
             wrong = wrong | (same & (rail == 0) & (rail_rows != 0))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...protocol.streams import MAX_CHANNELS, NORMAL_COMBINE, NORMAL_DISPATCH
+from ...protocol.streams import NORMAL_CHANNELS, NORMAL_COMBINE, NORMAL_DISPATCH
 from .blocks import (
     I_DIFFERENT,
     I_OVERFLOW_ROWS,
@@ -88,7 +88,7 @@ from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, FAILURE_RING_FULL, GO_
 from .words import acquire, clock_ns, enter, int64s, peek, poke, release_each, settle, uint8s, uniform
 
 _DISPATCH_STREAM, _COMBINE_STREAM = tl.constexpr(NORMAL_DISPATCH), tl.constexpr(NORMAL_COMBINE)
-_MAX_CHANNELS = tl.constexpr(MAX_CHANNELS)
+_CHANNELS = tl.constexpr(NORMAL_CHANNELS)
 
 
 @triton.jit
@@ -136,12 +136,12 @@ def _place(
     """Say where the rows of every (rank, channel) of a route's ``table``, of ``ranks`` ranks or nodes, begin when all
     stand one behind the other, in FIRST from pipe ``begin`` on; how many there are in all."""
     total = tl.full((), 0, tl.int64)
-    each: tl.constexpr = PIPES // _MAX_CHANNELS
+    each: tl.constexpr = PIPES // _CHANNELS
     for first in range(0, ranks, each):
-        index = tl.arange(0, PIPES).to(tl.int64)
-        rank, channel = first + index // _MAX_CHANNELS, index % _MAX_CHANNELS
-        inside = (rank < ranks) & (channel < one.channels)
-        at = opening.route + 8 * ((table * one.ranks + rank) * _MAX_CHANNELS + channel)
+        index = tl.arange(0, PIPES)
+        rank, channel = first + (index // _CHANNELS).to(tl.int64), (index % _CHANNELS).to(tl.int64)
+        inside = (rank < tl.minimum(first + each, ranks)) & (channel < one.channels)
+        at = opening.route + 8 * ((table * one.ranks + rank) * _CHANNELS + channel)
         rows = tl.load(int64s(at), mask=inside, other=0)
         before = total + tl.cumsum(rows, axis=0) - rows
         set_each(on_channel(one, channel), N_FIRST, begin + rank, inside, before)

@@ -15,13 +15,13 @@ import triton.language as tl
 
 from ...protocol import pipe
 from ...protocol.message import NormalNotify
-from ...protocol.streams import MAX_CHANNELS
+from ...protocol.streams import NORMAL_CHANNELS
 from ..blocks import normal_device
 from .blocks import W_CHUNK_BYTES, W_LANDING, W_LANDING_BYTES, W_LEAST_CHUNK, W_NUMBER, W_STAGING, W_STAGING_BYTES
 from .context import is_live, landing_window, own_rank, peer_window, rank_count, window_address
 from .words import divide, int64s, peek
 
-_WORDS, _MAX_CHANNELS = tl.constexpr(normal_device.STATE_WORDS), tl.constexpr(MAX_CHANNELS)
+_WORDS, _CHANNELS = tl.constexpr(normal_device.STATE_WORDS), tl.constexpr(NORMAL_CHANNELS)
 _TABLES = tl.constexpr(len(normal_device.TABLES))
 COMBINE = tl.constexpr(NormalNotify.OPERATION_COMBINE)
 EVERYTHING, STEP = tl.constexpr(pipe.EVERYTHING), tl.constexpr(pipe.STEP)
@@ -111,7 +111,7 @@ def on_channel(one: Channel, index: tl.tensor) -> Channel:
 @triton.jit
 def entry(one: Channel, table: tl.tensor, pipes: tl.tensor) -> tl.tensor:
     """Addresses of the pipes' entries in a table of the channel."""
-    return one.state + 8 * (_WORDS + (table * _MAX_CHANNELS + one.index) * (2 * one.ranks) + pipes)
+    return one.state + 8 * (_WORDS + (table * _CHANNELS + one.index) * (2 * one.ranks) + pipes)
 
 
 @triton.jit
@@ -136,15 +136,15 @@ def get(one: Channel, table: tl.tensor, pipe: tl.tensor) -> tl.tensor:
 def ways_of(one: Channel, row: tl.tensor) -> tl.tensor:
     """Addresses of int64[1 + 2 x ranks] for each ``row`` of this turn: through how many pipes it goes, and for each of
     them its address there and the pipe."""
-    behind = one.state + 8 * (_WORDS + _TABLES * _MAX_CHANNELS * 2 * one.ranks)
+    behind = one.state + 8 * (_WORDS + _TABLES * _CHANNELS * 2 * one.ranks)
     return behind + 8 * (one.index * STEP + row) * (1 + 2 * one.ranks)
 
 
 @triton.jit
 def turn_marks(one: Channel) -> tl.tensor:
     """Address of uint8[STEP, :func:`mark_stride`]: for whom the rows are that are forwarded in this turn."""
-    behind = one.state + 8 * (_WORDS + _TABLES * _MAX_CHANNELS * 2 * one.ranks)
-    return behind + 8 * STEP * _MAX_CHANNELS * (1 + 2 * one.ranks) + STEP * mark_stride(one) * one.index
+    behind = one.state + 8 * (_WORDS + _TABLES * _CHANNELS * 2 * one.ranks)
+    return behind + 8 * STEP * _CHANNELS * (1 + 2 * one.ranks) + STEP * mark_stride(one) * one.index
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ...protocol import pipe
-from ...protocol.streams import MAX_CHANNELS, NORMAL_COMBINE, NORMAL_DISPATCH
+from ...protocol.streams import NORMAL_CHANNELS, NORMAL_COMBINE, NORMAL_DISPATCH
 from .blocks import (
     N_ARRIVED,
     N_FREED,
@@ -57,7 +57,7 @@ from .publish import put_batch
 from .wait import GO_ON, fail_at
 from .words import acquire_each, any_of, clock_ns, peek, release_each, settle
 
-_MAX_CHANNELS = tl.constexpr(MAX_CHANNELS)
+_CHANNELS = tl.constexpr(NORMAL_CHANNELS)
 _DISPATCH_STREAM, _COMBINE_STREAM = tl.constexpr(NORMAL_DISPATCH), tl.constexpr(NORMAL_COMBINE)
 _WORD_ARRIVED, _WORD_FREED = tl.constexpr(pipe.ARRIVED), tl.constexpr(pipe.FREED)
 
@@ -73,7 +73,7 @@ def _streams(one: Channel) -> tl.tensor:
 @triton.jit
 def _word_of(one: Channel, word: tl.constexpr, pipes: tl.tensor) -> tl.tensor:
     """Offsets of words of pipes in a window."""
-    return peek(one.state + W_PIPE_WORDS) + 8 * ((word * _MAX_CHANNELS + one.index) * (2 * one.ranks) + pipes)
+    return peek(one.state + W_PIPE_WORDS) + 8 * ((word * _CHANNELS + one.index) * (2 * one.ranks) + pipes)
 
 
 @triton.jit

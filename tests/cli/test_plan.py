@@ -12,8 +12,8 @@ from uccl_ep_serving.cli.plan import plan
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.window_sizes import normal_plan
 from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.gpu.program_budget import DEFAULT_SMS
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
-from uccl_ep_serving.protocol.streams import MAX_CHANNELS
 
 
 def test_the_plan_is_the_layout_that_ranks_would_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,10 +35,10 @@ def test_the_plan_is_the_layout_that_ranks_would_use(monkeypatch: pytest.MonkeyP
 def test_programs_of_normal_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     over_links = plan(8, 0, 7168, 64, 8, "bf16")["normal"]
     assert over_links["bytes_over_links"] == 7 * 4096 * 7168 * 2
-    assert over_links["programs"] == MAX_CHANNELS
+    assert over_links["programs"] == DEFAULT_SMS
     between = plan(16, 0, 7168, 64, 8, "bf16", node_ranks=8)["normal"]
     assert between["bytes_by_proxies"] == 4096 * 7168 * 2
-    assert (between["windows_in"], between["programs"]) == ("GPU memory", MAX_CHANNELS)
+    assert (between["windows_in"], between["programs"]) == ("GPU memory", DEFAULT_SMS)
     monkeypatch.setenv("UCCL_EP_WINDOW", "host")
     between = plan(16, 0, 7168, 64, 8, "bf16", node_ranks=8)["normal"]
     assert between["windows_in"] == "host memory"

@@ -28,6 +28,7 @@ from uccl_ep_serving.kernels.triton.normal import TritonNormalKernels
 from uccl_ep_serving.modes.ahead import CODINGS, low_latency_launches
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
 from uccl_ep_serving.protocol.message import DTYPE_BF16, DTYPE_FP8, NormalNotify
+from uccl_ep_serving.protocol.streams import NORMAL_CHANNELS
 
 #: Bytes that a kernel which copies may spill.
 _SPILLED = 16
@@ -38,7 +39,7 @@ _SPILLED_BY_A_WARP = 64
 _SPILLED_BETWEEN_NODES = 96
 
 #: Channels of normal mode.
-PROGRAMS = 16
+PROGRAMS = NORMAL_CHANNELS
 
 
 def normal_launches() -> list[Launch]:

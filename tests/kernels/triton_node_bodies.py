@@ -20,7 +20,7 @@ from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, PeerLost, PeerTimeout, UcclEpError
 from uccl_ep_serving.kernels.blocks import normal_device as block
 from uccl_ep_serving.protocol import pipe
-from uccl_ep_serving.protocol.streams import MAX_CHANNELS
+from uccl_ep_serving.protocol.streams import NORMAL_CHANNELS
 
 
 def checked(buffer: Buffer, rank: int, inputs: Inputs, **options: Any) -> Outcome:
@@ -260,7 +260,7 @@ def forged_word(exchange: StoreExchange, overrides: dict[str, Any], word: int, r
         normal: Any = buffer._backend.normal
         number = int(normal._session._present.state.words[block.NUMBER])
         words = buffer.runtime.space.window_bytes[buffer.runtime.layout.pipe_words :].view(np.int64)
-        words[word * MAX_CHANNELS * pipe.pipe_count(4)] = (number + 1) << pipe.STAMP_SHIFT | rows
+        words[word * NORMAL_CHANNELS * pipe.pipe_count(4)] = (number + 1) << pipe.STAMP_SHIFT | rows
     try:
         normal_cases.dispatch(buffer, inputs, rank)
     except UcclEpError as error:

@@ -99,6 +99,7 @@ def test_capacities() -> None:
     """The design's table: what the formats must hold at least."""
     assert MAX_RANKS >= 4096
     assert streams.MAX_CHANNELS >= 16
+    assert streams.NORMAL_CHANNELS >= streams.MAX_CHANNELS
     assert MAX_WINDOW_BYTES >= 1 << 40
     assert MAX_WRITE_BYTES >= 256 << 20
     assert SEQUENCE_WINDOW >= 1024
@@ -134,7 +135,10 @@ def test_every_phase_parity_and_channel_has_a_stream_of_its_own() -> None:
     for channel in range(streams.MAX_CHANNELS):
         for phase in (streams.LL_DISPATCH, streams.LL_COMBINE):
             ids += [streams.ll_stream(phase, parity, channel) for parity in (0, 1)]
-        ids += [streams.NORMAL_DISPATCH + channel, streams.NORMAL_COMBINE + channel]
+    for channel in range(streams.NORMAL_CHANNELS):
+        both = [streams.NORMAL_DISPATCH + channel, streams.NORMAL_COMBINE + channel]
+        assert [streams.channel_of(stream) for stream in both] == [channel, channel]
+        ids += both
     assert len(set(ids)) == len(ids)
     assert max(ids) < streams.CREDIT
 
@@ -154,7 +158,7 @@ def test_low_latency_messages_alternate_between_two_streams(phase: int, number: 
 
 
 def test_stream_names_are_distinct() -> None:
-    used = range(streams.NORMAL_COMBINE + streams.MAX_CHANNELS)
+    used = range(streams.HOST + 1)
     names = {streams.name_of(stream) for stream in used}
     assert len(names) == len(used)
     assert streams.name_of(streams.CREDIT | streams.LL_DISPATCH).startswith("credit of low-latency dispatch")

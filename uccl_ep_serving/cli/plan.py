@@ -15,7 +15,6 @@ from uccl_ep_serving.data_plane.window_sizes import normal_plan
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.gpu.program_budget import DEFAULT_SMS, row_traffic
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
-from uccl_ep_serving.protocol.streams import MAX_CHANNELS
 
 __all__ = ["ELEMENTS", "app", "plan"]
 
@@ -86,7 +85,7 @@ def _programs(settings: Settings, ranks: int, batch: int, row_bytes: int, topk: 
         "bytes_over_links": round(traffic.link),
         "bytes_by_proxies": round(traffic.far),
         "windows_in": "GPU memory" if on_device else "host memory",
-        "programs": min(settings.programs or MAX_CHANNELS, MAX_CHANNELS, DEFAULT_SMS),
+        "programs": min(settings.programs or DEFAULT_SMS, DEFAULT_SMS),
     }
 
 

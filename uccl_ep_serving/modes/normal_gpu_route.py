@@ -9,7 +9,7 @@ import torch
 
 from ..handles import DispatchOrigin, GpuNodeRoute, NormalGpuHandle
 from ..kernels.blocks.normal_device import ROUTE_TABLES
-from ..protocol.streams import MAX_CHANNELS
+from ..protocol.streams import NORMAL_CHANNELS
 from .normal_arguments import Layout
 from .row_format import mark_bytes
 
@@ -148,7 +148,7 @@ class Route:
             # each row that is forwarded goes to a rank of this node, and none of these gets more than ``capacity``
             nodes = GpuNodeRoute(node_ranks, new_marks(capacity * node_ranks, node_ranks, self.in_rank))
         return NormalGpuHandle(
-            torch.empty(ROUTE_TABLES, ranks, MAX_CHANNELS, dtype=torch.int64, device=device),
+            torch.empty(ROUTE_TABLES, ranks, NORMAL_CHANNELS, dtype=torch.int64, device=device),
             self.in_rank,
             torch.empty(1, dtype=torch.int64, device=device),
             channels,

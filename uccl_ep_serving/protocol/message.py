@@ -27,7 +27,7 @@ per (token, top-k slot that lives here) in slot order (``FORM_EXPANDED``).
 
 from __future__ import annotations
 
-from .streams import MAX_CHANNELS
+from .streams import NORMAL_CHANNELS
 
 __all__ = [
     "CHANNEL_ROWS_BYTES",
@@ -65,7 +65,7 @@ __all__ = [
     "tag",
 ]
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 HEADER_WORDS = 8
 HEADER_BYTES = HEADER_WORDS * 8
 #: Values per scale in block-scaled FP8 (DeepEP: per-token groups of 128).
@@ -74,7 +74,7 @@ SCALE_BLOCK = 128
 NOTICE_SLOTS = 4
 GRANT_SLOTS = 4
 #: What a notify tells of each channel: rows for the receiver, and rows over the rail to it.
-CHANNEL_ROWS_BYTES = 2 * 4 * MAX_CHANNELS
+CHANNEL_ROWS_BYTES = 2 * 4 * NORMAL_CHANNELS
 #: In normal mode each rank's meta lands from a multiple of so many bytes on: no two ranks write the same line.
 META_LINE = 128
 #: A chunk of normal mode below this size costs more in latency than it gains by being striped over channels.
@@ -181,7 +181,7 @@ class NormalNotify:
     META_BYTES = 6
     #: Rows the sender has for the receiver to forward or to sum inside its node; 0 when nodes play no part.
     RAIL_ROWS = 7
-    #: Of GPUs instead of ROWS and RAIL_ROWS, behind the header: int32 [2, MAX_CHANNELS], both for each channel.
+    #: Of GPUs instead of ROWS and RAIL_ROWS, behind the header: int32 [2, NORMAL_CHANNELS], both for each channel.
     CHANNEL_ROWS = HEADER_WORDS
 
     OPERATION_DISPATCH = 1

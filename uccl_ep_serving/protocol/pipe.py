@@ -9,7 +9,8 @@ two; else rows that one of them forwards, or sums, for the rank of node j that h
 connects it with the rank of node j that has its place, its rail peer. Where rows go to each rank directly all ranks
 count as one node, and there are no rails.
 
-A mapped peer tells how far it is in words of the other's window, int64 ``[2, MAX_CHANNELS, pipes]`` at ``pipe_words``:
+A mapped peer tells how far it is in words of the other's window, int64 ``[2, NORMAL_CHANNELS, pipes]`` at
+``pipe_words``:
 
     word     writer               reader             meaning
     ARRIVED  the sender's GPU     the window's GPU   stamped: rows that stand in the pipe
@@ -25,7 +26,7 @@ channel: operations follow each other, so it carries nothing else meanwhile, and
 
 from __future__ import annotations
 
-from .streams import MAX_CHANNELS
+from .streams import NORMAL_CHANNELS
 
 __all__ = ["ARRIVED", "EVERYTHING", "FREED", "LINE", "STAMP_SHIFT", "STEP", "pipe_count", "words_bytes"]
 
@@ -48,4 +49,4 @@ def pipe_count(ranks: int) -> int:
 
 def words_bytes(ranks: int) -> int:
     """Bytes of the words of a window."""
-    return 8 * 2 * MAX_CHANNELS * pipe_count(ranks)
+    return 8 * 2 * NORMAL_CHANNELS * pipe_count(ranks)

@@ -20,6 +20,7 @@ __all__ = [
     "LL_COMBINE",
     "LL_DISPATCH",
     "MAX_CHANNELS",
+    "NORMAL_CHANNELS",
     "NORMAL_COMBINE",
     "NORMAL_DISPATCH",
     "NORMAL_GRANT",
@@ -37,6 +38,8 @@ __all__ = [
 STREAMS = 256
 CREDIT = 128
 MAX_CHANNELS = 16
+#: Of normal mode on GPUs, where a program serves each: the SMs with which DeepEP publishes its fastest figures.
+NORMAL_CHANNELS = 24
 
 #: Low-latency consumed counts that no header carried in time (one 64-byte write each).
 NOTICE = 0
@@ -49,10 +52,10 @@ NORMAL_GRANT = 2
 LL_DISPATCH = 8  # + parity * 16 + channel
 LL_COMBINE = LL_DISPATCH + 2 * MAX_CHANNELS  # + parity * 16 + channel
 NORMAL_DISPATCH = LL_COMBINE + 2 * MAX_CHANNELS  # + channel
-NORMAL_COMBINE = NORMAL_DISPATCH + MAX_CHANNELS  # + channel
-#: Free for whoever talks to the proxies without an operation (diagnosis, examples): no kernel waits for these.
-HOST = NORMAL_COMBINE + MAX_CHANNELS  # + channel
-_END = HOST + MAX_CHANNELS
+NORMAL_COMBINE = NORMAL_DISPATCH + NORMAL_CHANNELS  # + channel
+#: Free for whoever talks to the proxies without an operation (diagnosis): no kernel waits for it.
+HOST = NORMAL_COMBINE + NORMAL_CHANNELS
+_END = HOST + 1
 
 #: No stream: immediates that the two ends of a transport exchange beneath the proxies, which never see them.
 TRANSPORT = STREAMS - 1
@@ -79,9 +82,13 @@ def ll_stream(phase: int, number: int, channel: int) -> int:
 
 
 def channel_of(stream: int) -> int:
-    """Channel of a stream id; control streams and the credits of control streams belong to channel 0."""
+    """Channel of a stream id; control streams, HOST and the credits of these belong to channel 0."""
     base = stream & (CREDIT - 1)
-    return (base - LL_DISPATCH) % MAX_CHANNELS if base >= LL_DISPATCH else 0
+    if base < LL_DISPATCH or base >= HOST:
+        return 0
+    if base < NORMAL_DISPATCH:
+        return (base - LL_DISPATCH) % MAX_CHANNELS
+    return (base - NORMAL_DISPATCH) % NORMAL_CHANNELS
 
 
 def proxy_of(stream: int, proxies: int) -> int:
@@ -105,4 +112,4 @@ def name_of(stream: int) -> str:
         return f"{prefix}normal dispatch, channel {channel}"
     if base < HOST:
         return f"{prefix}normal combine, channel {channel}"
-    return f"{prefix}host, channel {channel}" if base < _END else f"{prefix}no stream {base}"
+    return f"{prefix}host" if base == HOST else f"{prefix}no stream {base}"

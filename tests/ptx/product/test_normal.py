@@ -20,6 +20,7 @@ from tests.ptx.product.compiled import Compiled  # noqa: E402
 from tests.support.normal_cases import Case  # noqa: E402
 from tests.support.nvrtc import needs_nvrtc  # noqa: E402
 from uccl_ep_serving.config import Settings  # noqa: E402
+from uccl_ep_serving.protocol.streams import NORMAL_CHANNELS  # noqa: E402
 
 SHAPES: dict[str, Case] = {
     "bf16": Case(tokens=(5, 3), experts=4, topk=2),
@@ -99,9 +100,9 @@ def test_many_seeds_between_nodes(memory: str, shape: str, narrow: bool) -> None
 
 @pytest.mark.model
 @pytest.mark.parametrize("path", trials.PATHS)
-def test_sixteen_channels(path: str) -> None:
-    """As many as there are; of 33 tokens three each, and none for the last ones."""
-    settings = Settings(timeout=trials.TIMEOUT, window="host", programs=16)
+def test_as_many_channels_as_there_are(path: str) -> None:
+    """Of 33 tokens two each, and none for the last ones."""
+    settings = Settings(timeout=trials.TIMEOUT, window="host", programs=NORMAL_CHANNELS)
     for seed in range(2):
         trials.exchange(
             compiled("sequential"),

@@ -23,7 +23,7 @@ from uccl_ep_serving.config import Settings  # noqa: E402
 from uccl_ep_serving.errors import PeerTimeout, ProtocolError  # noqa: E402
 from uccl_ep_serving.kernels.blocks import normal_device as block  # noqa: E402
 from uccl_ep_serving.protocol import pipe  # noqa: E402
-from uccl_ep_serving.protocol.streams import MAX_CHANNELS  # noqa: E402
+from uccl_ep_serving.protocol.streams import NORMAL_CHANNELS  # noqa: E402
 
 pytestmark += [needs_nvrtc]
 CASE = Case(tokens=(5, 6), experts=4, topk=4, lost=0.0, seed=3)
@@ -49,7 +49,7 @@ def _play(copy: str, memory: str, phase: str, failure: str, seed: int) -> None:
             elif failure != SILENT:
                 which = pipe.ARRIVED if failure == TOO_MANY else pipe.FREED
                 number = int(present.state.words[block.NUMBER])
-                place = runtime.layout.pipe_words + 8 * (which * MAX_CHANNELS * pipe.pipe_count(2) + 1)
+                place = runtime.layout.pipe_words + 8 * (which * NORMAL_CHANNELS * pipe.pipe_count(2) + 1)
                 poke(runtime.space.window + place, (number + 1) << pipe.STAMP_SHIFT | 1000)
 
             def operate() -> None:
