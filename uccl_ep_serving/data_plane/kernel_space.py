@@ -174,7 +174,7 @@ class KernelSpace:
     @property
     def failed_with(self) -> tuple[int, int]:
         """(FAILURE_* code, peer) of the sticky error."""
-        return self._error_glance[ctx.ERROR_CODE], self._error_glance[ctx.ERROR_PEER]
+        return failure_code(self.error), self._error_glance[ctx.ERROR_PEER]
 
     def failure(self, phase: str) -> UcclEpError:
         """The sticky error as an exception."""

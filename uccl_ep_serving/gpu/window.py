@@ -24,6 +24,7 @@ import torch
 
 from ..data_plane.kernel_space import KernelSpace
 from ..errors import ProtocolError, TransportError, in_words
+from ..native.failure import failure_code
 from ..native.pages import own_pages
 from ..protocol import context as ctx
 from ..protocol.layout import WindowLayout
@@ -369,8 +370,8 @@ class DeviceSpace:
 
     def take_report(self) -> None:
         """Make a failure that a kernel has reported this rank's sticky error."""
-        code = self._glance[ctx.ERROR_CODE]
-        if code:
+        if self._glance[ctx.ERROR_CODE]:
+            code = failure_code(self._report.ctypes.data)
             words = self._report[ctx.ERROR_PEER : ctx.ERROR_EXPECTED + 1]
             self._space.fail(code, *(int(word) for word in words))
 

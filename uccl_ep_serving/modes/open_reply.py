@@ -1,7 +1,7 @@
 """What the opening of a normal-mode operation on a device tells the host: words in pinned memory that a kernel stores.
 
-Writer: ``open_operation``, the ticket last, with release. Reader: the host, which compares the ticket with that of its
-call. Operations of a Buffer do not overlap, so a ticket that stands there belongs to everything beside it.
+Writer: ``open_operation``, the ticket last, with release. Reader: the host, with acquire, which compares the ticket with
+that of its call. Operations of a Buffer do not overlap, so a ticket that stands there belongs to everything beside it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..gpu.memory import DeviceMemory
+from ..native.failure import acquired
 
 __all__ = ["OpenReply"]
 
@@ -40,7 +41,7 @@ class OpenReply:
         self.address = memory.map_host(self._host, size)
 
     def __getitem__(self, word: int) -> int:
-        return int(self._words[word])
+        return acquired(self._host + 8 * word)
 
     def clear(self, word: int) -> None:
         """Set a word to 0: the host has raised what it says."""

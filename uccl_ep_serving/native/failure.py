@@ -19,7 +19,7 @@ from .atomics import compare_exchange, load64, poke, store64
 from .groups import Group
 from .jit import compiled
 
-__all__ = ["STICKY_ERROR", "failed", "failure_code", "set_failure"]
+__all__ = ["STICKY_ERROR", "acquired", "failed", "failure_code", "set_failure"]
 
 
 @compiled
@@ -47,5 +47,12 @@ def set_failure(error: int, code: int, peer: int, stream: int, arrived: int, exp
     return True
 
 
+@compiled
+def acquired(address: int) -> int:
+    """int64 at ``address``, acquire: what its writer stored before is visible to plain reads, also where the host's
+    processor would do these earlier (aarch64)."""
+    return load64(address)
+
+
 #: What the host calls.
-STICKY_ERROR = Group("sticky error", failed, failure_code, set_failure)
+STICKY_ERROR = Group("sticky error", failed, failure_code, set_failure, acquired)
