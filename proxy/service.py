@@ -16,7 +16,7 @@ from typing import Any
 from ..config import Settings
 from ..errors import ConfigError, ProxyDied
 from ..native.background import start_thread
-from ..native.failure import set_failure
+from ..native.failure import acquired, set_failure
 from ..native.groups import Group, load
 from ..protocol.context import FAILURE_PROXY_DIED
 from ..protocol.streams import STREAMS, proxy_of
@@ -270,8 +270,8 @@ class ProxyService:
         self._same_process("use the proxies")
         self._check_threads()
         for state in self.states:
-            # the reader of faults loads what explains it after this one: x86-64 keeps loads in order
-            if state.glance[words.FAULTS // 8]:
+            # acquired, so that what explains it is there
+            if state.glance[words.FAULTS // 8] and acquired(state.address + words.FAULTS):
                 error = self._faults.error(state, self._forgotten)
                 try:
                     if error is not None:
@@ -291,10 +291,10 @@ class ProxyService:
             ProtocolError: a command on HOST was wrong; nothing of it was sent.
         """
         for state in self.states:
-            refused = state.glance[words.REFUSED // 8]
-            new = refused - self._named[state.proxy]
-            if new == 0:
+            if state.glance[words.REFUSED // 8] == self._named[state.proxy]:
                 continue
+            refused = acquired(state.address + words.REFUSED)
+            new = refused - self._named[state.proxy]
             error = self._faults.refusal(state, new)
             self._named[state.proxy] = refused
             acknowledge(state.address, refused)
