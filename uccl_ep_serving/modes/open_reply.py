@@ -1,7 +1,8 @@
 """What the opening of a normal-mode operation on a device tells the host: words in pinned memory that a kernel stores.
 
-Writer: ``open_operation``, the ticket last, with release. Reader: the host, with acquire, which compares the ticket with
-that of its call. Operations of a Buffer do not overlap, so a ticket that stands there belongs to everything beside it.
+Writer: ``open_operation``, the ticket last, with release. Reader: the host, with acquire, which compares the ticket
+with that of its call. Operations of a Buffer do not overlap, so a ticket that stands there belongs to everything beside
+it.
 """
 
 from __future__ import annotations
