@@ -10,7 +10,7 @@ small shape it runs everywhere, and its times mean nothing.
 - ``normal_alone``: one rank, whose rows only go to its own outputs: what the kernels copy with so many programs.
 - ``normal_exchange``: two ranks that write each other's windows in GPU memory (CUDA IPC), BF16 and FP8 with scales: a
   dispatch whose size the host reads back, one from a handle, a combine; GB/s of received rows, and the share of what a
-  copy of the same bytes reaches in the same round. Target: 70% with 16 programs or fewer. Two processes on one device
+  copy of the same bytes reaches in the same round. Target: 70% with 24 programs or fewer. Two processes on one device
   take turns unless MPS runs (``machine.mps``), the copies beside them too.
 - ``normal_first``: where the time of a dispatch goes whose size the host reads back, of one rank and of two, BF16 and
   most programs: microseconds of each step of the host, and of each kernel by the profiler.
@@ -42,7 +42,7 @@ from benchmarks.gpu_frame import (
 TARGET = 0.7
 FORMATS = ("bf16", "fp8")
 EXPERTS, TOPK = 64, 8
-#: As many as here, and what DeepEP's figures are published for; half of its programs send.
+#: DeepEP's figures are published for 24; half of its programs send.
 DEEPEP_PROGRAMS = (16, 24)
 
 

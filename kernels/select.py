@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .triton.normal import TritonNormalKernels
 
 #: What GPU kernels need, as in the extra `cuda` of pyproject.toml.
-_TRITON = "triton>=3.4"
+_TRITON = "triton>=3.6"
 
 
 def cpu_groups(low_latency: bool = True, normal: bool = True) -> list[Group]:

@@ -14,14 +14,14 @@ from typing import NamedTuple
 from ..errors import PeerLost, ProtocolError, TransportError, UcclEpError, after_loss
 from ..native.atomics import load64, peek, poke, store64
 from ..native.calls import call3
-from ..native.failure import set_failure
+from ..native.failure import acquired, set_failure
 from ..native.jit import compiled
 from ..protocol.command import HIGH, LOW, UNIT
 from ..protocol.context import FAILURE_PEER_LOST, FAILURE_PROTOCOL, FAILURE_TRANSPORT
 from ..protocol.streams import STREAMS, channel_of, name_of
 from . import words
 from .queues import release_queue
-from .state import ProxyState, read
+from .state import ProxyState
 from .transport import base
 from .transport.base import Diagnosed, Endpoint
 
@@ -219,7 +219,7 @@ class FaultReader:
 
         Faults of peers in ``forgotten`` do not count.
         """
-        fault = int(read(state.address + words.FAULT))
+        fault = int(acquired(state.address + words.FAULT))
         if fault:
             peer, stream = state.word(words.FAULT_PEER), state.word(words.FAULT_STREAM)
             return self._error_of(state, _Fault(fault, peer, stream, state.word(words.FAULT_VALUE), 0))
@@ -324,7 +324,7 @@ def _of_peer(state: ProxyState, peer: int) -> _Fault:
     """The fault that ``peer`` is to blame for; ``fault`` is 0 when there is none."""
     entry = state.peers[peer]
     # acquire, before the words that say more of it
-    fault = int(read(entry[words.PEER_FAULT // 8 :].ctypes.data))
+    fault = int(acquired(entry[words.PEER_FAULT // 8 :].ctypes.data))
     details = (words.PEER_FAULT_STREAM, words.PEER_FAULT_VALUE, words.PEER_FAULT_DETAIL)
     stream, value, detail = (int(entry[word // 8]) for word in details)
     return _Fault(fault, peer, stream, value, detail)

@@ -17,7 +17,7 @@ from .faults import FAULT_DEVICE, FAULT_DOWN, FAULT_FENCE, blame_peer, blame_sel
 from .fence import flush_by_driver
 from .flow import complete
 from .ring import commands_in, send_queued, take_commands
-from .state import acknowledge, read, request_forget, request_stop
+from .state import acknowledge, request_forget, request_stop
 from .transport.base import ARRIVED, DOWN, EVENT_BYTES, FAULT, FAULT_BITS, SENT
 
 #: What :func:`step` and :func:`run` return instead of an amount of work: told to stop; injected fault.
@@ -196,4 +196,4 @@ def run(state: int) -> int:
 
 
 #: What a proxy runs, the host's access to its words, and what may stand in them.
-LOOP = Group("proxy loop", step, run, read, request_stop, request_forget, acknowledge, flush_by_driver)
+LOOP = Group("proxy loop", step, run, request_stop, request_forget, acknowledge, flush_by_driver)

@@ -218,12 +218,6 @@ class ProxyState:
 
 
 @compiled
-def read(address: int) -> int:
-    """int64 at ``address``, acquire."""
-    return load64(address)
-
-
-@compiled
 def acknowledge(state: int, refused: int) -> None:
     """The first ``refused`` refused commands have been named."""
     store64(state + words.NAMED, refused)

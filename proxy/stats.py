@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..native.failure import acquired
 from ..protocol.streams import CREDIT, name_of
 from . import words
 from .ring import commands_in
 from .sequence import HELD, MESSAGES, PREFIX
-from .state import ProxyState, read
+from .state import ProxyState
 
 #: More commands than a ring has.
 _ALL = 1 << 62
@@ -27,8 +28,9 @@ def in_flight(state: ProxyState) -> int:
     The order of the reads matters: the loop counts a command on the next stage before it takes it off the one before
     (release), so a command that moves on meanwhile is seen twice and never missed.
     """
-    waiting = _ring_depth(state) + read(state.address + words.QUEUED)
-    return waiting + (read(state.address + words.LOAD) >> words.LOAD_SHIFT) + read(state.address + words.CREDITS)
+    waiting = _ring_depth(state) + acquired(state.address + words.QUEUED)
+    loaded = acquired(state.address + words.LOAD) >> words.LOAD_SHIFT
+    return waiting + loaded + acquired(state.address + words.CREDITS)
 
 
 def _ring_depth(state: ProxyState) -> int:

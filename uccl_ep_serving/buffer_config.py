@@ -24,7 +24,7 @@ class Config:
     """DeepEP's tuning knobs of normal mode.
 
     Attributes:
-        num_sms: the most SMs (on GPUs: programs) that communication kernels may use; even.
+        num_sms: the most SMs (on GPUs: programs) that communication kernels may use, which take 24 at most; even.
         num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens: chunking inside a node.
         num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens: chunking between nodes.
 

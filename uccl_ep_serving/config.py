@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .errors import ConfigError
+from .protocol.streams import NORMAL_CHANNELS
 
 __all__ = [
     "KEY_VARIABLE",
@@ -410,9 +411,9 @@ SETTINGS: tuple[Variable, ...] = (
     Variable("chunk_depth", _integer(1, 64), True, "chunks in flight per destination in normal mode", group="debug"),
     Variable(
         "programs",
-        _integer(0, 24),
+        _integer(0, NORMAL_CHANNELS),
         True,
-        "GPU programs (SMs) of normal mode, each of which serves a channel; 0: `Config.num_sms`, which is the most",
+        "GPU programs (SMs) of normal mode, each of which serves a channel; 0: 24. Never more than `Config.num_sms`",
     ),
     Variable(
         "copy",

@@ -178,8 +178,7 @@ def _begin_route(
     wrong: tl.tensor,
     experts: tl.tensor,
 ) -> None:
-    """The head of the route block, for later kernels, and what the host is told. Ten arguments, those of the kernel
-    that it is a part of."""
+    """The head of the route block, for later kernels, and what the host is told."""
     word = tl.arange(0, _ROUTE_WORDS).to(tl.int64)
     sizes = tl.load(int64s(plan + 8 * word))
     tl.store(int64s(route + 8 * word), tl.where(word == 0, number, sizes))

@@ -76,8 +76,7 @@ def write_header(
     free: tl.tensor,
     TAG: tl.constexpr,
 ) -> None:
-    """The header at address ``message``; ``plan`` is a plan block or a route with its copy. Twelve arguments: blocks
-    and the words of a header."""
+    """The header at address ``message``; ``plan`` is a plan block or a route with its copy."""
     read = peek(state + S_DISPATCH_READ)
     # every thread has read what the peer was told before
     settle()
@@ -158,7 +157,7 @@ def read_header(header: tl.tensor) -> tl.tensor:
     together, since a read of host memory takes a microsecond and more; and each by one thread once, since the peer
     could change it between two reads."""
     # as many elements as a warp has threads: of fewer, several threads have the same one
-    lane = tl.arange(0, lanes() if lanes() > 32 else 32).to(tl.int64)
+    lane = tl.arange(0, lanes()).to(tl.int64)
     return tl.load(int64s(header + 8 * lane), mask=lane < HEADER // 8, other=0, volatile=True)
 
 

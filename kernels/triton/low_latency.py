@@ -42,7 +42,7 @@ class TritonLowLatencyKernels:
 
     Args:
         plan: sizes.
-        target: what to compile for; by default this process's.
+        target: what the launches are made for; by default this process's, for which Triton compiles them.
     """
 
     name = "triton"

@@ -45,7 +45,7 @@ class TritonNormalKernels:
 
     Args:
         ranks: of the group.
-        target: what to compile for; by default this process's.
+        target: what the launches are made for; by default this process's, for which Triton compiles them.
     """
 
     name = "triton"
@@ -64,7 +64,7 @@ class TritonNormalKernels:
         self._shared = {
             "RANKS": self._ranks,
             "TOKENS": min(max(_PAIRS // self._ranks, 1), 64 if interpreted else _PAIRS),
-            # one for each thread, so that nobody reads for another
+            # one for each thread, so that nobody reads for another; and no fewer than there are channels
             "PIPES": max(pipes, _power_of_two(NORMAL_CHANNELS) if interpreted else _THREADS),
             "STARTS_IN_ORDER": self.target.in_order,
         }

@@ -305,13 +305,14 @@ def open_operation(
         elif different < 0:
             code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL)
             fail_by_notes(one, tl.where(ending == STILL_FULL, FAILURE_RING_FULL, code), PIPES)
-    if different > 0:
-        poke(opening.info + I_SHAPE_MISMATCH, different.to(tl.int64))
-    poke(opening.info + I_DIFFERENT, different.to(tl.int64))
-    settle()
     lane = tl.arange(0, PIPES)
     words = tl.zeros([PIPES], tl.int64)
     sink = state + S_SINK
+    if different > 0:
+        # a host that waits for no ticket finds it: what it is about was settled when the notifies were taken
+        release_each(words + opening.info + I_SHAPE_MISMATCH, words + different.to(tl.int64), lane == 0, sink)
+    poke(opening.info + I_DIFFERENT, different.to(tl.int64))
+    settle()
     release_each(words + opening.info + I_TICKET, words + opening.ticket, lane == 0, sink)
     opened = tl.where(different == 0, number + 1, -(number + 1))
     tl.atomic_xchg(int64s(state + W_OPENED), opened, sem="release", scope="gpu")

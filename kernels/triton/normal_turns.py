@@ -42,6 +42,7 @@ def end_turn(
 ) -> tl.tensor:
     """After ``moved`` rows: (GOING when there is another turn; when the present wait began, and when the sticky error
     was looked at last). ``left``: there is work of which no pipe knows."""
+    # also what enter() does
     settle()
     found = tl.full((), GOING, tl.int32)
     ending = advance(one, NODES, PIPES)

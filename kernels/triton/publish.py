@@ -116,8 +116,7 @@ def put_commands(
     more into a ring than that holds, messages and notices (:meth:`..low_latency.TritonLowLatencyKernels.check`): so
     what stands in a slot that a program waits for was put by an earlier kernel, not by a program that waits as well.
 
-    Eleven arguments: blocks, the fields of a command, and how to wait. The fields are those of
-    :func:`_command_words`, one a lane.
+    The fields of a command are those of :func:`_command_words`, one a lane.
     """
     inside = tl.where(chosen, streams, 0)
     ring, head_at = ring_address(context, inside), head_address(context, inside)

@@ -47,7 +47,7 @@ def present_target() -> Target:
     return Target(int(CUDA.value), 32)
 
 
-# for Triton a function of its own, whose source is no part of a kernel's key in the cache
+# for Triton a function of its own, whose source is no part of a kernel's key in the cache: the device is
 present_target.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 

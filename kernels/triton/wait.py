@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from ...protocol import context as ctx
-from ...protocol.streams import MAX_CHANNELS
 from .blocks import S_SINK
 from .context import (
     arrived_address,
@@ -41,7 +40,6 @@ GO_ON, TOO_LATE, RELEASED, STILL_FULL = tl.constexpr(0), tl.constexpr(1), tl.con
 #: set it, and a read over PCIe takes longer than a read of counts in device memory: it would hold up every spin.
 CHECK_NS = tl.constexpr(20_000)
 
-_CHANNELS = tl.constexpr(MAX_CHANNELS)
 #: No peer: what :func:`first_of` finds where none is chosen.
 NOBODY = tl.constexpr(1 << 30)
 
@@ -205,8 +203,7 @@ def wait_messages(
     start: tl.tensor,
     ARRIVAL: tl.constexpr,
 ) -> tl.tensor:
-    """Wait until message ``number`` of every ``live`` peer has arrived (``ARRIVAL``) or completed locally. Eleven
-    arguments: whom to wait for, and what a wait tells of itself.
+    """Wait until message ``number`` of every ``live`` peer has arrived (``ARRIVAL``) or completed locally.
 
     Args:
         peers: int64 tensor of peers, one per lane. timed: those whose waits this program tells.

@@ -241,7 +241,7 @@ def settle() -> None:
 def enter() -> None:
     """Comes first in a function that is called (``noinline``): no thread reads any more what its caller exchanged in
     shared memory, which the function writes to. Triton 3.6 and 3.8 put that barrier between accesses of one function
-    only."""
+    only. And a function that only reads LLVM would let one thread call alone, whose result alone is stored."""
     tl.debug_barrier()
 
 

@@ -250,14 +250,17 @@ class _Analysis:
         """How the values of ``phi`` come about on the ways from ``place``. What another phi joins on such a way counts
         as what it has from there: the compiler brings ways together before they meet."""
         found: set[str] = set()
-        for name, way in _ways(phi):
-            if not self._leads(place, self._function.labels.get(way, 0)):
-                continue
-            inner = self._defined.get(name)
-            if inner and inner.opcode == "phi" and self._joins_between(inner, place):
-                found |= self._brought(inner, place)
-            else:
-                found.add(self._form(name))
+        joined, left = set[str](), [phi]
+        while left:
+            for name, way in _ways(left.pop()):
+                inner = self._defined.get(name)
+                if not self._leads(place, self._function.labels.get(way, 0)) or name in joined:
+                    continue
+                if inner and inner.opcode == "phi" and self._joins_between(inner, place):
+                    joined.add(name)
+                    left.append(inner)
+                else:
+                    found.add(self._form(name))
         return found
 
     def _joins_between(self, phi: Instruction, place: int) -> bool:

@@ -14,12 +14,13 @@ from tests.support.world import World
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.native.calls import futex_wait
+from uccl_ep_serving.native.failure import acquired
 from uccl_ep_serving.protocol.command import Command
 from uccl_ep_serving.protocol.streams import LL_DISPATCH
 from uccl_ep_serving.proxy import words
 from uccl_ep_serving.proxy.loop import NAP_SLOT, next_nap_slot, others_have_commands, run, wake_others
 from uccl_ep_serving.proxy.spin import Cores, choose_spin, own_cores
-from uccl_ep_serving.proxy.state import read, request_stop
+from uccl_ep_serving.proxy.state import request_stop
 
 PROXIES = 4
 MILLISECOND = 1_000_000
@@ -72,7 +73,7 @@ def test_a_wakeup_ends_a_sleep_and_one_before_it_prevents_it() -> None:
     assert {one.word(words.WAKEUP) for one in world.services[0].states} == {word}
     threading.Timer(0.2, wake_others, (state.address,)).start()
     started = time.monotonic()
-    while read(word) == 0:
+    while acquired(word) == 0:
         futex_wait(word, 0, time.monotonic_ns() + 30_000_000_000)
     # it was woken before: the value is not the one that was heard
     futex_wait(word, 0, time.monotonic_ns() + 30_000_000_000)
@@ -98,14 +99,14 @@ def test_an_idle_proxy_wakes_the_owner_of_commands_that_it_sees_in_its_slot() ->
         while states[0].counters[words.C_SLEEPS // 8] == 0:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert read(wakeup) == 0
+        assert acquired(wakeup) == 0
         (stream,) = (
             stream
             for stream in range(LL_DISPATCH, LL_DISPATCH + PROXIES)
             if world.services[0].ring(stream) == states[1].ring
         )
         world.producer(0, stream).put(Command(rank=1, stream=stream, source=0, target=4096, length=64, last=True))
-        while read(wakeup) == 0:
+        while acquired(wakeup) == 0:
             assert time.monotonic() < deadline, "the owner sleeps on"
             time.sleep(0.001)
     finally:

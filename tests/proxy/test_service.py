@@ -188,7 +188,7 @@ def test_draining_misses_no_command_that_moves_on_meanwhile(monkeypatch: pytest.
     """Put and posted between two of its reads, a command must not be taken off the others."""
     world = World(2, 1 << 16)
     state = world.services[0].states[0]
-    read, moves = stats.read, [lambda: _put(world), world.services[0].step]
+    read, moves = stats.acquired, [lambda: _put(world), world.services[0].step]
 
     def read_slowly(address: int) -> int:
         value = int(read(address))
@@ -196,7 +196,7 @@ def test_draining_misses_no_command_that_moves_on_meanwhile(monkeypatch: pytest.
             moves.pop(0)()
         return value
 
-    monkeypatch.setattr(stats, "read", read_slowly)
+    monkeypatch.setattr(stats, "acquired", read_slowly)
     assert stats.in_flight(state) > 0
     assert world.services[0].counters()["total"]["ring_depth"] == 0
 

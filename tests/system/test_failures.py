@@ -74,7 +74,7 @@ def test_a_stray_command_is_named_once_and_the_group_goes_on(ranks: Ranks, path:
     (text,) = zero
     assert text.startswith("ProtocolError: the proxy refused command")
     assert "rank 1's window" in text
-    assert "host, channel 0" in text
+    assert "(host), channel 0" in text
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The sticky error: the one word that stops everybody.
 
 Writer: whoever notices first (kernel, proxy, host watcher), by compare-and-exchange on the code. Readers: every kernel
-before it publishes and while it waits, every proxy loop, the host before every operation.
+before it publishes and while it waits, every proxy loop, the host before every operation. And how the host reads any
+other word that explains itself by what stands beside it.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def _find_kernels(name: str, kernels: Kernels) -> Outcome:
         from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for, present_gpu
         from uccl_ep_serving.modes.ahead import launches
     except ImportError as error:
-        raise ConfigError(f"kernels for a GPU need Triton: {error}. Next step: pip install 'triton>=3.4'") from error
+        raise ConfigError(f"kernels for a GPU need Triton: {error}. Next step: pip install 'triton>=3.6'") from error
     name, gpu = (name, GPUS[name]) if name else present_gpu()
     with compiling_for(gpu):
         found = [launch.kernel.__name__ for launch in launches(*kernels)]
