@@ -171,8 +171,8 @@ COUNTER_NAMES = (
 #: Events taken from a transport per poll.
 EVENT_LIMIT = 64
 #: Commands queued for one destination before it holds up its ring. More than the kernels of one Buffer ever have under
-#: way to one peer (in low latency two operations a phase, each at most 16 channels; in normal mode 24 channels with what
-#: their staging holds, or chunk_depth chunks), so a blocked destination does not block its ring.
+#: way to one peer (in low latency two operations a phase, each at most 16 channels; in normal mode 24 channels with
+#: what their staging holds, or chunk_depth chunks), so a blocked destination does not block its ring.
 DESTINATION_QUOTA = 1024
 #: Buckets of the latency histogram: bucket b counts latencies in [2**b, 2**(b+1)) ns, the last one everything longer.
 LATENCY_BUCKETS = 40
