@@ -78,12 +78,10 @@ def await_ready(
                 # what is told from now on some lanes may see and others not
                 believed = tl.full((), _NEVER, tl.int64)
                 lacks = 0
-    # Threads that hold the same peer have looked each for itself, and went on by what one of them saw: the others are
-    # to find it when they look again.
+    # each thread has acquired for itself: now for the others, also for those that hold the same peer, and went on by
+    # what one of them saw: they are to find it when they look again
     settle()
     words = _ready_words(state, peers, wanted)
-    # each thread has acquired for itself: now for the others
-    settle()
     return wanted & ((words == stamp) | (words == -stamp)), wanted & (words == believed)
 
 
