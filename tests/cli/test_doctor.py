@@ -204,7 +204,7 @@ class TestGpus:
         import torch
 
         monkeypatch.setattr(torch.version, "hip", hip)
-        packages = {"triton": "3.5.0", "cuda-bindings": "13.0"} if hip is None else {"pytorch-triton-rocm": "3.5.0"}
+        packages = {"triton": "3.6.0", "cuda-bindings": "13.0"} if hip is None else {"pytorch-triton-rocm": "3.6.0"}
         found = shown(packages, ("gcc",))
         assert list(found) == ["triton", *(["cuda-bindings"] if hip is None else []), "C compiler", "Triton's cache"]
         assert {one.status for one in found.values()} == {"ok"}
