@@ -38,9 +38,6 @@ _SPILLED_BY_A_WARP = 64
 #: Those between nodes with Triton 3.6 and 3.8, of the addresses of eight rows that are sent or forwarded together.
 _SPILLED_BETWEEN_NODES = 96
 
-#: Channels of normal mode.
-PROGRAMS = NORMAL_CHANNELS
-
 
 def normal_launches() -> list[Launch]:
     """Normal mode likewise: FP8 with scales and BF16 dispatches, cached ones, combines with weights and biases."""
@@ -50,7 +47,7 @@ def normal_launches() -> list[Launch]:
         (NormalNotify.OPERATION_CACHED_DISPATCH, DTYPE_BF16, 14336, 0, 0, 0),
         (NormalNotify.OPERATION_COMBINE, DTYPE_BF16, 14336, 32, 0, 8),
     ):
-        form = NormalFormat(kind, dtype, row, meta, scale, topk, 32, 1 << 40, 1 << 40, 0, PROGRAMS)
+        form = NormalFormat(kind, dtype, row, meta, scale, topk, 32, 1 << 40, 1 << 40, 0, NORMAL_CHANNELS)
         found += kernels.ahead(form, 256, 2)
         # the marks of a row between nodes take 16 bytes more at most
         between = form._replace(meta_bytes=meta + 16 if kind != NormalNotify.OPERATION_COMBINE else meta, node_ranks=4)
@@ -121,8 +118,8 @@ def check_all(target: str, gpu: GPUTarget, names: frozenset[str]) -> None:
             found["in_flight"] = 16 * launch.variant.warps * gpu.warp_size * compiled_traps.loads_at_once(text)
             if found["in_flight"] < IN_FLIGHT[name][gpu.backend == "hip"]:
                 faults.append(f"only {found['in_flight']} bytes of rows are on their way to a program")
-            if name in EXCHANGING and math.prod(launch.grid) != PROGRAMS:
-                faults.append(f"a grid of {launch.grid} for {PROGRAMS} channels")
+            if name in EXCHANGING and math.prod(launch.grid) != NORMAL_CHANNELS:
+                faults.append(f"a grid of {launch.grid} for {NORMAL_CHANNELS} channels")
         said = {"target": target, "kernel": name, "triton": triton.__version__, "faults": faults, **found}
         print(json.dumps(said), flush=True)
 
