@@ -84,7 +84,7 @@ test-project: env
 	@$(BIN)/pytest -m "not slow" tests/project $(ARGS)
 
 # what make test leaves out, by the marker of the same name (pyproject.toml says what each holds). ARGS=--resume goes on
-# where a run of the same commit was interrupted, ARGS=--lf with what failed
+# where a run of the same sources was interrupted, ARGS=--lf with what failed
 test-rules: env
 	@$(BIN)/pytest -m mutants $(PARALLEL) worksteal tests/rules $(ARGS)
 

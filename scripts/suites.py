@@ -12,8 +12,9 @@ the table of CONTRIBUTING.md (``make docs``). ``make test`` and ``.ci/run`` have
 Seconds are those of a machine with nothing else to do; load averages stand beside them. ``make test`` shares its files
 out to three workers on two cores, so that a suite of it takes a third of the sum of its tests. Seconds of a target that
 ``make test`` and ``.ci/run`` leave out are the sum over its tests, however many runs it took: it goes on with
-``--resume`` (tests/support/resume.py). One that was stopped, or in which a test failed, is kept with how many tests are
-left.
+``--resume`` (tests/support/resume.py). One that was stopped (SIGINT to pytest), or in which a test failed, is kept with
+how many tests are left, and what has passed in benchmarks/results/unfinished: from there a run of the same sources goes
+on in any checkout.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,12 +34,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.resume import left, notes
+from tests.support.resume import left, notes, sources
 from uccl_ep_serving.bench.machine import describe
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/suites.json"
 NOTES = ROOT / ".pytest_cache/d/passed"
+UNFINISHED = ROOT / "benchmarks/results/unfinished"
 TEST, CHECK = "make test", ".ci/run"
 #: Seconds on two cores with nothing else to do, once the environments exist.
 BUDGETS = {TEST: 540, CHECK: 1800}
@@ -176,6 +179,9 @@ def _processor_seconds() -> float:
 def measure(suite: Suite) -> dict[str, Any] | None:
     """Run a suite; None when it fails, or cannot run here."""
     program = ROOT / suite.command[0]
+    file = NOTES / f"{suite.name}-{sources()}.jsonl"
+    if not suite.within and not file.exists():
+        _copy_notes(file, UNFINISHED, NOTES)
     if suite.is_pytest and not program.exists():
         print(f"suites: {suite.name}: there is no {suite.command[0]}", file=sys.stderr)
         return None
@@ -195,14 +201,23 @@ def measure(suite: Suite) -> dict[str, Any] | None:
     if suite.within:
         found["processor_seconds"] = round(_processor_seconds() - used, 1)
     else:
-        file = NOTES / f"{suite.name}-{machine['commit']}.jsonl"
         noted = notes(file)
         if not noted:
             return None
         found = {"tests": len(noted), "seconds": round(sum(note.seconds for note in noted), 1)}
+        for old in UNFINISHED.glob(f"{suite.name}-*"):
+            old.unlink()
         if remaining := left(file):
             found["left"] = remaining
+            _copy_notes(file, NOTES, UNFINISHED)
     return {**found, "commit": machine["commit"], "when": machine["when"], "load": round(load, 2)}
+
+
+def _copy_notes(file: Path, source: Path, target: Path) -> None:
+    """All that stands under this name in one directory, into another."""
+    for one in source.glob(f"{file.stem}.*"):
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy(one, target)
 
 
 def take(report: Path) -> None:

@@ -1,13 +1,15 @@
-"""``pytest --resume``: what has passed at this commit is not run again, and nothing else is left out."""
+"""``pytest --resume``: what has passed with these sources is not run again, and nothing else is left out."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support import resume
 from tests.support.resume import Note, Resume, left, notes
 
 FILE = "run-abc.jsonl"
@@ -60,6 +62,31 @@ def test_sources_without_a_commit_are_never_resumed(tmp_path: Path) -> None:
     _report(plugin, "a", "passed", "passed", "passed")
     assert _left(plugin, "a") == ["a"]
     assert not list(tmp_path.iterdir())
+
+
+def test_sources_are_the_same_whatever_stands_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+
+    monkeypatch.setattr(resume, "ROOT", tmp_path)
+    assert resume.sources() == ""
+    (tmp_path / "docs").mkdir()
+    for name in ("a.py", "docs/a.py", "README.md"):
+        (tmp_path / name).write_text("first")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    first = resume.sources()
+    assert first
+    (tmp_path / "docs/a.py").write_text("second")
+    (tmp_path / "README.md").write_text("second")
+    assert resume.sources() == first
+    git("commit", "-qam", "second")
+    assert resume.sources() == first
+    (tmp_path / "a.py").write_text("second")
+    assert resume.sources() == ""
+    git("commit", "-qam", "third")
+    assert resume.sources() not in ("", first)
 
 
 @pytest.mark.parametrize(("before", "status"), [(["a"], pytest.ExitCode.OK), ([], pytest.ExitCode.NO_TESTS_COLLECTED)])

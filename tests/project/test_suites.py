@@ -107,16 +107,25 @@ def test_a_target_without_a_budget_counts_what_all_its_runs_have_noted(
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(suites, "NOTES", tmp_path)
-    monkeypatch.setattr(suites, "describe", lambda: {"commit": "abc", "when": "now"})
+    monkeypatch.setattr(suites, "UNFINISHED", tmp_path / "kept")
+    monkeypatch.setattr(suites, "sources", lambda: "abc")
+    monkeypatch.setattr(suites, "describe", lambda: {"commit": "def", "when": "now"})
     monkeypatch.setattr(suites.subprocess, "run", run)
     (tmp_path / f"{suite.name}-abc.jsonl").write_text('["a", 1.25]\n["b", 2.5]\n')
     found = suites.measure(suite)
     assert commands[0] == ["make", suite.name, f"ARGS=--resume={suite.name}"]
-    assert (found["tests"], found["seconds"], found["commit"]) == (2, 3.8, "abc")
+    assert (found["tests"], found["seconds"], found["commit"]) == (2, 3.8, "def")
     assert "left" not in found
     (tmp_path / f"{suite.name}-abc.wanted").write_text("a\nb\nc\nd\n")
     (tmp_path / f"{suite.name}-abc.skipped").write_text("c\n")
     assert suites.measure(suite)["left"] == 1
+    # in another checkout of the same sources it goes on there
+    monkeypatch.setattr(suites, "NOTES", tmp_path / "another")
+    assert suites.measure(suite)["left"] == 1
+    with (tmp_path / "another" / f"{suite.name}-abc.jsonl").open("a") as last:
+        last.write('["d", 1.0]\n')
+    assert suites.measure(suite)["tests"] == 3
+    assert not list((tmp_path / "kept").iterdir())
 
 
 def test_a_record_is_kept_beside_the_others(

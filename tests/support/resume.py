@@ -1,23 +1,28 @@
 """``pytest --resume=NAME``: a run that was interrupted goes on where it was.
 
-Every test that passes is noted at once in ``.pytest_cache/d/passed/NAME-COMMIT.jsonl``; the next run of that name at
-the same commit leaves it out. Sources that differ from their commit are never resumed. With pytest-xdist the controller
-writes the notes and the workers read them. Beside the notes stand the tests that are to be run, those that are skipped
-left out. ``scripts/suites.py`` sums the seconds and counts what is left.
+Every test that passes is noted at once in ``.pytest_cache/d/passed/NAME-SOURCES.jsonl``; the next run of that name with
+the same :func:`sources` leaves it out. Sources that differ from their commit are never resumed. With pytest-xdist the
+controller writes the notes and the workers read them. Beside the notes stand the tests that are to be run, those that
+are skipped left out. ``scripts/suites.py`` sums the seconds and counts what is left; while something is, it keeps the
+notes among the results, so that a run of hours goes on in another checkout.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from uccl_ep_serving.bench.machine import describe
+from .source_tree import ROOT
 
-__all__ = ["Note", "Resume", "add_option", "left", "notes"]
+__all__ = ["Note", "Resume", "add_option", "left", "notes", "sources"]
 
+#: What a test that may take hours does not depend on.
+_BESIDE = (":!docs", ":!*.md", ":!benchmarks/results")
 
 #: Beside the notes, a node id a line: what the runs have collected, and what they have skipped.
 _WANTED, _SKIPPED = ".wanted", ".skipped"
@@ -37,8 +42,19 @@ def add_option(parser: pytest.Parser) -> None:
         nargs="?",
         const="tests",
         metavar="NAME",
-        help="leave out what has passed under this name at this commit, and note what passes now",
+        help="leave out what has passed under this name with the same sources, and note what passes now",
     )
+
+
+def sources() -> str:
+    """Which sources these are, whatever documents and results stand beside them; "" for those that no commit holds."""
+
+    def said(*words: str) -> bytes:
+        command = ["git", *words, "--", ".", *_BESIDE]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).stdout
+
+    differing, held = said("status", "--porcelain", "--untracked-files=no"), said("ls-files", "--stage")
+    return "" if differing or not held else hashlib.sha256(held).hexdigest()[:12]
 
 
 def notes(file: Path) -> list[Note]:
@@ -80,10 +96,10 @@ class Resume:
     @classmethod
     def of(cls, config: pytest.Config) -> Resume:
         """The plugin for ``config``, which was given ``--resume``."""
-        commit = describe()["commit"]
+        which = sources()
         assert config.cache is not None
-        file = config.cache.mkdir("passed") / f"{config.getoption('resume')}-{commit}.jsonl"
-        return cls(None if not commit or commit.endswith("+") else file, writes=not hasattr(config, "workerinput"))
+        file = config.cache.mkdir("passed") / f"{config.getoption('resume')}-{which}.jsonl"
+        return cls(file if which else None, writes=not hasattr(config, "workerinput"))
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
