@@ -65,7 +65,7 @@ def compile_here() -> list[dict[str, Any]]:
             found.append(
                 {
                     "kernel": one.kernel.fn.__name__,
-                    "nodes": bool(one.constants.get("NODES")),
+                    "nodes": _crosses(one.constants),
                     "seconds": spent,
                     "text": sum(not isinstance(line, Label) for line in parse(ptx).code),
                     "bytes": len(ptx),
@@ -74,6 +74,11 @@ def compile_here() -> list[dict[str, Any]]:
                 }
             )
     return found
+
+
+def _crosses(constants: Mapping[str, Any]) -> bool:
+    """Whether a kernel with these is one between nodes; they stood one by one before they became a shape."""
+    return bool(constants.get("NODES") or getattr(constants.get("SHAPE"), "NODES", False))
 
 
 def copies_here() -> list[dict[str, Any]]:

@@ -13,7 +13,9 @@ Rules that every kernel here keeps, because each was a hang, a race or wrong bit
 * Nothing writes or publishes once the verdict is set.
 
 A kernel has many arguments, because a launch has no other way to be told: addresses and sizes, which may change from
-launch to launch, and in capitals the constants that it is compiled for.
+launch to launch. What it is compiled for is one constant more, ``SHAPE``, whose attributes stand in capitals. Functions
+of a kernel are given what they work on as a whole: a message of low latency (:class:`.programs.Message`), a channel of
+normal mode (:class:`.normal_pipes.Channel`).
 
 What differs between CUDA, ROCm and the interpreter, which knows no inline assembly and no clock, kernels ask of
 :mod:`.target` while they are compiled.

@@ -1,20 +1,42 @@
-"""Functions that are launched, under names by which a profile of an engine shows them as ours."""
+"""Functions that are launched, under names by which a profile of an engine shows them as ours, and what they are
+compiled for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
 from typing import Any
 
 import triton
+import triton.language as tl
 
 PREFIX = "uccl_ep_"
 
 
-def kernel(do_not_specialize: Iterable[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """``triton.jit`` for a function that the host launches: NAME is uccl_ep_NAME in profiles and in compiled code."""
+def kernel(aligned: Collection[str]) -> Callable[[Callable[..., Any]], Any]:
+    """``triton.jit`` for a function that the host launches: NAME is uccl_ep_NAME in profiles and in compiled code.
+
+    Args:
+        aligned: parameters that are multiples of 16 in every launch but for tensors without elements. All others are
+            whatever a caller passes, and have one compiled code: none is compiled amid an operation.
+    """
 
     def compiled(function: Callable[..., Any]) -> Any:
         name = PREFIX + function.__name__
-        return triton.jit(repr=lambda _specialization: name, do_not_specialize=list(do_not_specialize))(function)
+        arguments = [one for one in inspect.signature(function).parameters if not one.isupper()]
+        others = [one for one in arguments if one not in aligned]
+        return triton.jit(repr=lambda _specialization: name, do_not_specialize=others)(function)
 
     return compiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a kernel is compiled for: numbers under names in capitals, which it reads as ``tl.constexpr``."""
+
+    def __post_init__(self) -> None:
+        # Triton 3.6 takes plain numbers for constants in some places only, and its interpreter knows nothing else
+        if not triton.knobs.runtime.interpret:
+            for one in fields(self):
+                object.__setattr__(self, one.name, tl.constexpr(getattr(self, one.name)))

@@ -6,6 +6,8 @@ some values of some tokens once the ranks that have those tokens' experts are he
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -29,7 +31,7 @@ from .context import has_failed_now, is_live, landing_window, rank_count, stream
 from .kernel import kernel
 from .ll_counts import mark_read, one_lane
 from .ll_message import AT_CODING, AT_ROWS, HEADER, LOW, MARK, check_header, read_header, word_of
-from .programs import COMBINE_RECV, await_ready, stamp_of, tell_ready
+from .programs import COMBINE_RECV, Message, MessageShape, await_ready, stamp_of, tell_ready
 from .quant import load_together, store_floats
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
 from .words import clock_ns, floats, int64s, peek, poke, program_number
@@ -38,18 +40,25 @@ _COMBINE, _TAG = tl.constexpr(LL_COMBINE), tl.constexpr(LowLatencyHeader.COMBINE
 _EXPANDED, _REDUCED, _F32 = tl.constexpr(FORM_EXPANDED), tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CombineRecvShape(MessageShape):
+    """What :func:`combine_recv` is compiled for.
+
+    Attributes:
+        HIDDEN, DTYPE: of a token. REDUCED: rows come back summed.
+        TOGETHER: slots whose rows are loaded together: a program waits once for their places and once for them.
+    """
+
+    HIDDEN: int
+    DTYPE: int
+    REDUCED: bool
+    TOGETHER: int
+
+
 @triton.jit
-def _hear(
-    context: tl.tensor,
-    state: tl.tensor,
-    route: tl.tensor,
-    peer: tl.tensor,
-    number: tl.tensor,
-    waited: tl.tensor,
-    DTYPE: tl.constexpr,
-    REDUCED: tl.constexpr,
-) -> None:
+def _hear(one: Message, waited: tl.tensor, shape: tl.constexpr) -> None:
     """What one of the first programs does for its rank, whose rows must be those that this one was promised."""
+    context, state, peer, number = one.context, one.state, one.peer, one.number
     start = clock_ns()
     stream = stream_of(_COMBINE, number)
     good = has_failed_now(context) == 0
@@ -57,8 +66,8 @@ def _hear(
     if good & live:
         # what of this needs no message is on its way while that is
         region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
-        header = landing_window(context, peer) + region + peek(route_table(route, R_RETURN_BASE, peer))
-        due = peek(route_table(route, R_COUNTS if REDUCED else R_PAIRS, peer))
+        header = landing_window(context, peer) + region + peek(route_table(one.route, R_RETURN_BASE, peer))
+        due = peek(route_table(one.route, R_COUNTS if shape.REDUCED else R_PAIRS, peer))
         peers, mine = one_lane(peer)
         good = wait_messages(context, state, peers, mine, mine, _COMBINE, number, waited, start, True)
         if good:
@@ -69,8 +78,8 @@ def _hear(
             poke(come_at, tl.maximum(come, number // 2 + 1))
             words = read_header(header)
             told, rows = word_of(words, AT_CODING), word_of(words, AT_ROWS)
-            got, expected = check_header(state, route, peer, words, number, _TAG)
-            coding: tl.constexpr = ((_REDUCED if REDUCED else _EXPANDED) << 8) | DTYPE
+            got, expected = check_header(one, words, _TAG)
+            coding: tl.constexpr = ((_REDUCED if shape.REDUCED else _EXPANDED) << 8) | shape.DTYPE
             if (got == expected) & (told != coding):
                 got, expected = MARK | told & LOW, expected * 0 + (MARK | coding)
             if got == expected:
@@ -81,8 +90,7 @@ def _hear(
     tell_ready(state, peer, stamp_of(COMBINE_RECV, number), good & live)
 
 
-# what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
-@kernel(do_not_specialize=["weights", "tokens", "waited"])
+@kernel(aligned=["context", "state", "route", "ticket", "out"])
 def combine_recv(
     context: tl.int64,
     state: tl.int64,
@@ -92,16 +100,7 @@ def combine_recv(
     out: tl.int64,
     tokens: tl.int64,
     waited: tl.int64,
-    HIDDEN: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    DTYPE: tl.constexpr,
-    REDUCED: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STARTS_IN_ORDER: tl.constexpr,
+    SHAPE: tl.constexpr,
 ) -> None:
     """Receive the combine message of every rank, whose number is at ``ticket``, and sum; grid
     (R + ceil(tokens / ROWS) * ceil(HIDDEN / BLOCK),). Compile without fused multiply-add.
@@ -109,106 +108,83 @@ def combine_recv(
     Reduced form: plain float32 sum over ranks, ascending. Expanded form: weighted float32 sum over top-k slots in slot
     order. Rounded once; a token without experts is zero, and so is one whose rows do not come.
 
-    Eight arguments of a launch, ten constants.
+    Eight arguments of a launch.
 
     Args:
         weights: float32[tokens, TOPK], used in the expanded form.
-        out: [tokens, HIDDEN] of DTYPE, on a multiple of 16 bytes; ROW_BYTES a row on the wire.
+        out: [tokens, HIDDEN] of DTYPE, on a multiple of 16 bytes.
         waited: int64[R] to which the nanoseconds waited for each rank are added, or 0.
-        TOGETHER: slots whose rows are loaded together: a program waits once for their places and once for them.
-        STARTS_IN_ORDER: programs start in the order of their numbers.
+        SHAPE: a :class:`CombineRecvShape`.
     """
     tokens, waited = tokens.to(tl.int64), waited.to(tl.int64)
     ranks, number = rank_count(context), peek(ticket)
-    mine = program_number(state + S_TICKETS, STARTS_IN_ORDER)
+    mine = program_number(state + S_TICKETS, SHAPE.STARTS_IN_ORDER)
+    one = Message(context, state, route, mine, number)
     if mine < ranks:
-        _hear(context, state, route, mine, number, waited, DTYPE, REDUCED)
+        _hear(one, waited, SHAPE)
         if mine == 0:
             # only later kernels tell others, which find all of this one done, or that it failed
             mark_read(state, S_COMBINE_READ, S_COMBINE_AHEAD, number)
     else:
-        columns: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+        columns: tl.constexpr = (SHAPE.HIDDEN + SHAPE.BLOCK - 1) // SHAPE.BLOCK
         program = mine - ranks
-        token = program // columns * ROWS + tl.arange(0, ROWS).to(tl.int64)
-        value = program % columns * BLOCK + tl.arange(0, BLOCK)[None, :]
-        _sum_rows(
-            context,
-            state,
-            route,
-            number,
-            weights,
-            out,
-            token,
-            tokens,
-            value,
-            HIDDEN,
-            ROW_BYTES,
-            DTYPE,
-            REDUCED,
-            TOPK,
-            SLOTS,
-            TOGETHER,
-            ROWS,
-            BLOCK,
-        )
+        token = program // columns * SHAPE.ROWS + tl.arange(0, SHAPE.ROWS).to(tl.int64)
+        value = program % columns * SHAPE.BLOCK + tl.arange(0, SHAPE.BLOCK)[None, :]
+        _sum_rows(one, weights, out, token, tokens, value, SHAPE)
 
 
 @triton.jit
 def _sum_rows(
-    context: tl.tensor,
-    state: tl.tensor,
-    route: tl.tensor,
-    number: tl.tensor,
+    one: Message,
     weights: tl.tensor,
     out: tl.tensor,
     token: tl.tensor,
     tokens: tl.tensor,
     value: tl.tensor,
-    HIDDEN: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    DTYPE: tl.constexpr,
-    REDUCED: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    shape: tl.constexpr,
 ) -> None:
-    """Sum values ``value`` [1, BLOCK] of tokens ``token`` [ROWS]. Its arguments are those of the kernel that it is a
-    part of."""
-    width: tl.constexpr = 4 if DTYPE == _F32 else 2
+    """Sum values ``value`` [1, BLOCK] of tokens ``token`` [ROWS], from messages of this number. The other tensors are
+    arguments of the kernel."""
+    context, state, route, number = one.context, one.state, one.route, one.number
+    width: tl.constexpr = 4 if shape.DTYPE == _F32 else 2
     returns = route + peek(route + P_ROUTE_RETURNS)
-    slot = tl.arange(0, SLOTS)[None, :]
-    given = (token[:, None] < tokens) & (slot < TOPK)
-    entries = tl.load(int64s(returns + 8 * (token[:, None] * TOPK + slot)), mask=given, other=-1)
+    slot = tl.arange(0, shape.SLOTS)[None, :]
+    given = (token[:, None] < tokens) & (slot < shape.TOPK)
+    entries = tl.load(int64s(returns + 8 * (token[:, None] * shape.TOPK + slot)), mask=given, other=-1)
     ranks = tl.where(entries >= 0, entries >> 32, 0)
     wanted = entries >= 0
     stamp, stream = stamp_of(COMBINE_RECV, number), stream_of(_COMBINE, number)
     _, ready = await_ready(context, state, ranks, wanted, stamp, stream)
     lacking = tl.max((wanted & (ready == 0)).to(tl.int32), axis=1)
     region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP) + HEADER
-    wanted_values = ((token < tokens) & (lacking == 0))[:, None] & (value < HIDDEN)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(0, TOPK, TOGETHER):
+    wanted_values = ((token < tokens) & (lacking == 0))[:, None] & (value < shape.HIDDEN)
+    total = tl.zeros([shape.ROWS, shape.BLOCK], tl.float32)
+    for first in range(0, shape.TOPK, shape.TOGETHER):
         sources, there, factors = (), (), ()
-        for step in tl.static_range(TOGETHER):
-            inside = (token < tokens) & (first + step < TOPK)
-            at = token * TOPK + first + step
+        for step in tl.static_range(shape.TOGETHER):
+            inside = (token < tokens) & (first + step < shape.TOPK)
+            at = token * shape.TOPK + first + step
             entry = tl.load(int64s(returns + 8 * at), mask=inside, other=-1)
             rank = tl.where(entry >= 0, entry >> 32, 0)
             here = entry >= 0
             base = landing_window(context, rank) + region + peek(route_table(route, R_RETURN_BASE, rank))
-            sources += (base + tl.where(here, entry & 0xFFFFFFFF, 0) * ROW_BYTES,)  # type: ignore[assignment]
+            sources += (base + tl.where(here, entry & 0xFFFFFFFF, 0) * shape.ROW_BYTES,)  # type: ignore[assignment]
             there += (here,)  # type: ignore[assignment]
-            if not REDUCED:
+            if not shape.REDUCED:
                 factor = tl.load(floats(weights + 4 * at), mask=here, other=0.0)
                 factors += (factor,)  # type: ignore[assignment]
-        parts = load_together(sources, there, value, wanted_values, DTYPE, TOGETHER)
-        for step in tl.static_range(TOGETHER):
+        parts = load_together(sources, there, value, wanted_values, shape.DTYPE, shape.TOGETHER)
+        for step in tl.static_range(shape.TOGETHER):
             part = parts[step]
-            if not REDUCED:
+            if not shape.REDUCED:
                 part = factors[step][:, None] * part
             # what is not there adds zero to a sum that is never -0
             total += part
     total = tl.where(lacking[:, None] != 0, 0.0, total)
-    store_floats(out + token * (HIDDEN * width), value, total, (token < tokens)[:, None] & (value < HIDDEN), DTYPE)
+    store_floats(
+        out + token * (shape.HIDDEN * width),
+        value,
+        total,
+        (token < tokens)[:, None] & (value < shape.HIDDEN),
+        shape.DTYPE,
+    )

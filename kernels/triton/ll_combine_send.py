@@ -7,6 +7,8 @@ Then they and all others of the source pack its rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -40,6 +42,8 @@ from .ll_dispatch_recv import PLACE_EXPERT, PLACE_POSITION
 from .ll_message import HEADER, offset_among, place_message, publish_message, write_header
 from .programs import (
     COMBINE_SEND,
+    Message,
+    MessageShape,
     await_ready,
     finish_one,
     last_peer,
@@ -55,20 +59,25 @@ _COMBINE, _TAG = tl.constexpr(LL_COMBINE), tl.constexpr(LowLatencyHeader.COMBINE
 _REDUCED, _F32 = tl.constexpr(FORM_REDUCED), tl.constexpr(DTYPE_F32)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CombineSendShape(MessageShape):
+    """What :func:`combine_send` is compiled for.
+
+    Attributes:
+        HIDDEN, DTYPE: of a row of the experts. BLOCK: values summed at a time, half as many as words moved.
+        TOGETHER: slots whose rows are loaded together.
+    """
+
+    HIDDEN: int
+    DTYPE: int
+    TOGETHER: int
+
+
 @triton.jit
-def _serve(
-    context: tl.tensor,
-    state: tl.tensor,
-    route: tl.tensor,
-    ticket: tl.tensor,
-    source: tl.tensor,
-    start: tl.tensor,
-    ROW_BYTES: tl.constexpr,
-    DTYPE: tl.constexpr,
-) -> tl.tensor:
-    """What one of the first programs does for its source. True when there is something to pack. Its arguments are those
-    of the kernel."""
-    number, ranks = peek(state + S_COMBINE_NUMBER), rank_count(context)
+def _serve(one: Message, ticket: tl.tensor, start: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """What one of the first programs does for its source. True when there is something to pack."""
+    context, state, route, source, number = one.context, one.state, one.route, one.peer, one.number
+    ranks = rank_count(context)
     parity = number & 1
     if source == 0:
         poke(ticket, number)
@@ -87,11 +96,11 @@ def _serve(
             rows = tl.load(returned, mask=(peers < ranks) & (peers < source), other=0)
             before += tl.sum(rows.to(tl.int32), axis=0)
         staging = peek(state + S_COMBINE_SEND) + parity * peek(state + S_COMBINE_SEND_STEP)
-        staging += offset_among(source, source * HEADER + before * ROW_BYTES)
+        staging += offset_among(source, source * HEADER + before * shape.ROW_BYTES)
         target = peek(state + S_COMBINE_RECV) + parity * peek(state + S_COMBINE_RECV_STEP)
         target += peek(route_table(route, R_RETURN_TO, source))
-        nbytes = HEADER + peek(route_table(route, R_RETURN_ROWS, source)) * ROW_BYTES
-        place_message(context, state, source, staging, target, nbytes)
+        nbytes = HEADER + peek(route_table(route, R_RETURN_ROWS, source)) * shape.ROW_BYTES
+        place_message(one, staging, target, nbytes)
         free, good = tell_combines_free(context, state, source, start)
         if good:
             good = wait_space(context, state, source, _COMBINE, start)
@@ -100,13 +109,13 @@ def _serve(
     if good & live:
         message = peek(state_table(state, T_MESSAGE_AT, source))
         rows = peek(route_table(route, R_RETURN_ROWS, source))
-        coding = (peek(route_table(route, R_RETURN_FORM, source)) << 8) | DTYPE
+        coding = (peek(route_table(route, R_RETURN_FORM, source)) << 8) | shape.DTYPE
         nowhere = tl.full((), 0, tl.int64)
-        write_header(state, route, source, message, number, rows, coding, nowhere, free, _TAG)
+        write_header(one, route, message, rows, coding, nowhere, free, _TAG)
     return good & live
 
 
-@kernel()
+@kernel(aligned=["context", "state", "route", "ticket", "x", "layout_range"])
 def combine_send(
     context: tl.int64,
     state: tl.int64,
@@ -114,79 +123,53 @@ def combine_send(
     ticket: tl.int64,
     x: tl.int64,
     layout_range: tl.int64,
-    HIDDEN: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TOPK: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STARTS_IN_ORDER: tl.constexpr,
+    SHAPE: tl.constexpr,
 ) -> None:
     """Send the next combine message to every source; grid (R * any,). Compile without fused multiply-add: product and
-    sum are rounded separately, as everywhere else. Six arguments of a launch, eight constants.
+    sum are rounded separately, as everywhere else.
 
     Args:
         ticket: address of the int64 where the message number is stored, for the receive.
-        x: experts' output [L, R * T, HIDDEN] of DTYPE in the layout of recv_x, on a multiple of 16 bytes; ROW_BYTES a
-            row on the wire.
+        x: experts' output [L, R * T, HIDDEN] of DTYPE in the layout of recv_x, on a multiple of 16 bytes.
         layout_range: int64[L, R] of the dispatch.
-        TOGETHER: slots whose rows are loaded together. BLOCK: values summed at a time, half as many as words moved.
-        STARTS_IN_ORDER: programs start in the order of their numbers.
+        SHAPE: a :class:`CombineSendShape`.
     """
     start = clock_ns()
     ranks = rank_count(context)
-    program = program_number(state + S_TICKETS, STARTS_IN_ORDER)
+    program = program_number(state + S_TICKETS, SHAPE.STARTS_IN_ORDER)
     part, source = divide(program, ranks)
     tokens = peek(route_table(route, R_RECEIVED, source))
     parts = divide(tl.num_programs(0), ranks)[0]
     # a program that has no row is none of those that are counted
-    words: tl.constexpr = HIDDEN * (4 if DTYPE == _F32 else 2) // 4
-    summed: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    moved: tl.constexpr = (words + 2 * BLOCK - 1) // (2 * BLOCK)
+    words: tl.constexpr = SHAPE.HIDDEN * (4 if SHAPE.DTYPE == _F32 else 2) // 4
+    summed: tl.constexpr = (SHAPE.HIDDEN + SHAPE.BLOCK - 1) // SHAPE.BLOCK
+    moved: tl.constexpr = (words + 2 * SHAPE.BLOCK - 1) // (2 * SHAPE.BLOCK)
     columns = tl.where(_is_reduced(route, source), summed, moved)
-    working = tl.maximum(tl.minimum((tokens + ROWS - 1) // ROWS * columns, parts), 1)
+    working = tl.maximum(tl.minimum((tokens + SHAPE.ROWS - 1) // SHAPE.ROWS * columns, parts), 1)
     if part < working:
+        number = peek(state + S_COMBINE_NUMBER)
+        one = Message(context, state, route, source, number)
         if part == 0:
             told = tl.full((), 1, tl.int1)
-            good = _serve(context, state, route, ticket, source, start, ROW_BYTES, DTYPE)
+            good = _serve(one, ticket, start, SHAPE)
         else:
-            number = peek(state + S_COMBINE_NUMBER)
-            one = source + tl.zeros([1], tl.int64)
+            peers = source + tl.zeros([1], tl.int64)
             stamp, stream = stamp_of(COMBINE_SEND, number), stream_of(_COMBINE, number)
-            known, ready = await_ready(context, state, one, one == one, stamp, stream)
+            known, ready = await_ready(context, state, peers, peers == peers, stamp, stream)
             told = uniform(tl.max(known.to(tl.int32), axis=0)) != 0
             good = uniform(tl.max(ready.to(tl.int32), axis=0)) != 0
         if good:
-            first_row = peek(state_table(state, T_MESSAGE_AT, source)) + HEADER
-            _pack_rows(
-                context,
-                route,
-                source,
-                tokens,
-                part,
-                working,
-                columns,
-                first_row,
-                x,
-                layout_range,
-                HIDDEN,
-                ROW_BYTES,
-                DTYPE,
-                TOPK,
-                TOGETHER,
-                ROWS,
-                BLOCK,
-            )
+            _pack_rows(one, tokens, part, working, columns, x, layout_range, SHAPE)
             settle()
         # also where nothing may be said any more: an operation ends in every case
         if told:
             if finish_one(state, source) == working - 1:
                 # what this program has acquired with its piece of work: for all threads
                 settle()
+                # read again, so that it is not kept meanwhile
                 number = peek(state + S_COMBINE_NUMBER)
                 if may_publish(state, source, stamp_of(COMBINE_SEND, number)):
-                    publish_message(context, state, source, _COMBINE, number, start)
+                    publish_message(Message(context, state, route, source, number), _COMBINE, start)
                 if last_peer(state, source, ranks):
                     poke(state + S_COMBINE_NUMBER, number + 1)
 
@@ -209,68 +192,61 @@ def _expert_row(
 
 @triton.jit
 def _pack_rows(
-    context: tl.tensor,
-    route: tl.tensor,
-    source: tl.tensor,
+    one: Message,
     tokens: tl.tensor,
     part: tl.tensor,
     parts: tl.tensor,
     columns: tl.tensor,
-    first_row: tl.tensor,
     x: tl.tensor,
     layout_range: tl.tensor,
-    HIDDEN: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TOPK: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    shape: tl.constexpr,
 ) -> None:
-    """Pack each of ``parts`` parts of the rows for ``source``, which are cut in ``columns``, from address ``first_row``
-    on. Its arguments are those of the kernel that it is a part of."""
-    ranks, most = rank_count(context), peek(route + P_TOKENS)
+    """Pack each of ``parts`` parts of the rows for the source, which are cut in ``columns``. The other tensors are
+    arguments of the kernel."""
+    route, source = one.route, one.peer
+    first_row = peek(state_table(one.state, T_MESSAGE_AT, source)) + HEADER
+    ranks, most = rank_count(one.context), peek(route + P_TOKENS)
     capacity = ranks * most
-    width: tl.constexpr = 4 if DTYPE == _F32 else 2
-    places = route + peek(route + P_ROUTE_PLACES) + 4 * source * most * TOPK
+    width: tl.constexpr = 4 if shape.DTYPE == _F32 else 2
+    places = route + peek(route + P_ROUTE_PLACES) + 4 * source * most * shape.TOPK
     reduced = _is_reduced(route, source)
-    for piece in range(part, (tokens + ROWS - 1) // ROWS * columns, parts):
+    for piece in range(part, (tokens + shape.ROWS - 1) // shape.ROWS * columns, parts):
         # the interpreter counts loops in integers of Python
         block, column = divide(piece + tl.full((), 0, tl.int64), columns)
-        index = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        index = block * shape.ROWS + tl.arange(0, shape.ROWS).to(tl.int64)
         inside = index < tokens
         if reduced:
-            value = column * BLOCK + tl.arange(0, BLOCK)[None, :]
-            weights = route + peek(route + P_ROUTE_WEIGHTS) + 4 * source * most * TOPK
-            wanted = inside[:, None] & (value < HIDDEN)
-            total = tl.zeros([ROWS, BLOCK], tl.float32)
-            for first in range(0, TOPK, TOGETHER):
+            value = column * shape.BLOCK + tl.arange(0, shape.BLOCK)[None, :]
+            weights = route + peek(route + P_ROUTE_WEIGHTS) + 4 * source * most * shape.TOPK
+            wanted = inside[:, None] & (value < shape.HIDDEN)
+            total = tl.zeros([shape.ROWS, shape.BLOCK], tl.float32)
+            for first in range(0, shape.TOPK, shape.TOGETHER):
                 sources, there, factors = (), (), ()
-                for step in tl.static_range(TOGETHER):
-                    given = inside & (first + step < TOPK)
-                    at = 4 * (index * TOPK + first + step)
+                for step in tl.static_range(shape.TOGETHER):
+                    given = inside & (first + step < shape.TOPK)
+                    at = 4 * (index * shape.TOPK + first + step)
                     place = tl.load(int32s(places + at), mask=given, other=-1)
                     # what is not there adds zero to a sum that is never -0
                     factor = tl.load(floats(weights + at), mask=place >= 0, other=0.0)
                     row = _expert_row(layout_range, place, source, ranks, capacity)
-                    sources += (x + row * (HIDDEN * width),)  # type: ignore[assignment]
+                    sources += (x + row * (shape.HIDDEN * width),)  # type: ignore[assignment]
                     there += (place >= 0,)  # type: ignore[assignment]
                     factors += (factor,)  # type: ignore[assignment]
-                parts_ = load_together(sources, there, value, wanted, DTYPE, TOGETHER)
-                for step in tl.static_range(TOGETHER):
+                parts_ = load_together(sources, there, value, wanted, shape.DTYPE, shape.TOGETHER)
+                for step in tl.static_range(shape.TOGETHER):
                     total += factors[step][:, None] * parts_[step]
-            store_floats(first_row + index * ROW_BYTES, value, total, wanted, DTYPE)
+            store_floats(first_row + index * shape.ROW_BYTES, value, total, wanted, shape.DTYPE)
         else:
             before = route + peek(route + P_ROUTE_BEFORE) + 4 * source * most
             pair = tl.load(int32s(before + 4 * index), mask=inside, other=0).to(tl.int64)
             # of another size than sums: the compiler would give a thread as many words as values, and would have words
             # change threads between load and store
-            words: tl.constexpr = HIDDEN * width // 4
-            word = column * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)[None, :]
-            for slot in range(TOPK):
-                place = tl.load(int32s(places + 4 * (index * TOPK + slot)), mask=inside, other=-1)
-                begin = x + _expert_row(layout_range, place, source, ranks, capacity) * (HIDDEN * width)
+            words: tl.constexpr = shape.HIDDEN * width // 4
+            word = column * (2 * shape.BLOCK) + tl.arange(0, 2 * shape.BLOCK)[None, :]
+            for slot in range(shape.TOPK):
+                place = tl.load(int32s(places + 4 * (index * shape.TOPK + slot)), mask=inside, other=-1)
+                begin = x + _expert_row(layout_range, place, source, ranks, capacity) * (shape.HIDDEN * width)
                 here = (place >= 0)[:, None] & (word < words)
                 moved = tl.load(aligned(begin, tl.int32)[:, None] + word, mask=here, other=0)
-                tl.store(aligned(first_row + pair * ROW_BYTES, tl.int32)[:, None] + word, moved, mask=here)
+                tl.store(aligned(first_row + pair * shape.ROW_BYTES, tl.int32)[:, None] + word, moved, mask=here)
                 pair += (place >= 0).to(tl.int64)

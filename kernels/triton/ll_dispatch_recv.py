@@ -9,6 +9,8 @@ they and all others of the source copy its rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from triton import next_power_of_2
@@ -50,7 +52,7 @@ from .context import has_failed_now, is_live, landing_window, rank_count, stream
 from .kernel import kernel
 from .ll_counts import mark_read
 from .ll_message import AT_CODING, AT_RETURN_OFFSET, AT_ROWS, HEADER, LOW, MARK, check_header, read_header, word_of
-from .programs import DISPATCH_RECV, await_ready, finish_one, last_peer, stamp_of, tell_ready
+from .programs import DISPATCH_RECV, Message, MessageShape, await_ready, finish_one, last_peer, stamp_of, tell_ready
 from .target import lanes
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
 from .words import aligned, clock_ns, divide, floats, int32s, int64s, peek, poke, program_number, settle, uniform
@@ -63,69 +65,78 @@ PLACE_EXPERT, PLACE_POSITION = tl.constexpr(PLACE_SHIFT), tl.constexpr((1 << PLA
 _PAIRS_SHIFT = tl.constexpr(PAIRS_SHIFT)
 
 
-@triton.jit
-def _message(context: tl.tensor, state: tl.tensor, number: tl.tensor, source: tl.tensor) -> tl.tensor:
-    slot = (number & 1) * rank_count(context) + source
-    return landing_window(context, source) + peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
+@dataclass(frozen=True, kw_only=True)
+class DispatchRecvShape(MessageShape):
+    """What :func:`dispatch_recv` is compiled for.
+
+    Attributes:
+        PAYLOAD: bytes of a row of recv_x. CODING: DTYPE_* that the rows must have.
+    """
+
+    PAYLOAD: int
+    CODING: int
 
 
 @triton.jit
-def _take_header(
-    context: tl.tensor,
-    state: tl.tensor,
-    route: tl.tensor,
-    source: tl.tensor,
-    number: tl.tensor,
-    message: tl.tensor,
-    TOPK: tl.constexpr,
-    CODING: tl.constexpr,
-) -> tl.tensor:
-    """Check what ``source`` says, and note it in the route block. False when it is refused."""
-    most = peek(route + P_TOKENS)
+def _landed(one: Message, source: tl.tensor) -> tl.tensor:
+    """Address of the message of this number that comes from ``source``."""
+    slot = (one.number & 1) * rank_count(one.context) + source
+    first = landing_window(one.context, source) + peek(one.state + S_DISPATCH_RECV)
+    return first + slot * peek(one.state + S_DISPATCH_SLOT)
+
+
+@triton.jit
+def _note(one: Message, rows: tl.tensor, back: tl.tensor, form: tl.tensor, returned: tl.tensor) -> None:
+    """Into the route block: what the source has sent, and where and how that returns."""
+    poke(route_table(one.route, R_RECEIVED, one.peer), rows)
+    poke(route_table(one.route, R_RETURN_TO, one.peer), back)
+    poke(route_table(one.route, R_RETURN_FORM, one.peer), form)
+    poke(route_table(one.route, R_RETURN_ROWS, one.peer), returned)
+
+
+@triton.jit
+def _refuse(one: Message, got: tl.tensor, expected: tl.tensor) -> None:
+    """The source claims what it must not."""
+    fail(one.context, one.state, FAILURE_PROTOCOL, one.peer, stream_of(_DISPATCH, one.number), got, expected)
+
+
+@triton.jit
+def _take_header(one: Message, message: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Check what the source says, and note it in the route block. False when it is refused."""
+    most = peek(one.route + P_TOKENS)
     words = read_header(message)
     coding, told, back = word_of(words, AT_CODING), word_of(words, AT_ROWS), word_of(words, AT_RETURN_OFFSET)
-    got, expected = check_header(state, route, source, words, number, _TAG)
+    got, expected = check_header(one, words, _TAG)
     rows, pairs = told & LOW, told >> _PAIRS_SHIFT
     form = tl.where((coding & _WEIGHTED) != 0, _REDUCED, _EXPANDED).to(tl.int64)
     returned = tl.where(form == _REDUCED, rows, pairs)
-    room = peek(state + S_COMBINE_RECV_STEP) - HEADER - returned * peek(route + P_ROW)
-    if (got == expected) & ((coding & ~_WEIGHTED) != CODING):
-        got, expected = MARK | coding & LOW, expected * 0 + (MARK | CODING)
+    room = peek(one.state + S_COMBINE_RECV_STEP) - HEADER - returned * peek(one.route + P_ROW)
+    if (got == expected) & ((coding & ~_WEIGHTED) != shape.CODING):
+        got, expected = MARK | coding & LOW, expected * 0 + (MARK | shape.CODING)
     if (got == expected) & (rows > most):
         got, expected = rows, most
-    if (got == expected) & ((pairs < 0) | (pairs > rows * TOPK)):
-        got, expected = pairs, rows * TOPK
+    if (got == expected) & ((pairs < 0) | (pairs > rows * shape.TOPK)):
+        got, expected = pairs, rows * shape.TOPK
     if (got == expected) & ((back < 0) | ((back & 15) != 0) | (back > room)):
         got, expected = back, tl.where(back == 0, 1, 0).to(tl.int64)
     good = got == expected
     if good:
-        poke(route_table(route, R_RECEIVED, source), rows)
-        poke(route_table(route, R_RETURN_TO, source), back)
-        poke(route_table(route, R_RETURN_FORM, source), form)
-        poke(route_table(route, R_RETURN_ROWS, source), returned)
+        _note(one, rows, back, form, returned)
     else:
-        fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), got, expected)
+        _refuse(one, got, expected)
     # all threads read them again
     settle()
     return good
 
 
 @triton.jit
-def _lay_out(
-    context: tl.tensor,
-    state: tl.tensor,
-    route: tl.tensor,
-    source: tl.tensor,
-    number: tl.tensor,
-    layout_range: tl.tensor,
-    deterministic: tl.tensor,
-) -> tl.tensor:
-    """Where the rows of ``source`` begin with each expert, and how many there are. False when the counts are
+def _lay_out(one: Message, layout_range: tl.tensor, deterministic: tl.tensor) -> tl.tensor:
+    """Where the rows of the source begin with each expert, and how many there are. False when the counts are
     refused."""
-    ranks, rows = rank_count(context), peek(route_table(route, R_RECEIVED, source))
-    local, most = peek(route + P_LOCAL), peek(route + P_TOKENS).to(tl.int32)
-    filled = route + peek(route + P_ROUTE_FILLED)
-    counts = _message(context, state, number, source) + HEADER
+    ranks, rows = rank_count(one.context), peek(route_table(one.route, R_RECEIVED, one.peer))
+    local, most = peek(one.route + P_LOCAL), peek(one.route + P_TOKENS).to(tl.int32)
+    filled = one.route + peek(one.route + P_ROUTE_FILLED)
+    counts = _landed(one, one.peer) + HEADER
     refused = tl.full((), 0, tl.int64)
     for first in range(0, local, lanes()):
         expert = first + tl.arange(0, lanes()).to(tl.int64)
@@ -138,37 +149,29 @@ def _lay_out(
         begin = tl.atomic_add(int32s(filled + 4 * expert), count, mask=inside, sem="relaxed", scope="gpu")
         if deterministic != 0:
             begin = tl.zeros([lanes()], tl.int32)
-            for step in range(source):
-                lower = source - 1 - step
-                if is_live(context, lower):
-                    theirs = _message(context, state, number, lower) + HEADER
+            for step in range(one.peer):
+                lower = one.peer - 1 - step
+                if is_live(one.context, lower):
+                    theirs = _landed(one, lower) + HEADER
                     ahead = tl.load(int32s(theirs + 4 * expert), mask=inside, other=0)
                     # a rank that lies is refused by the program that hears it
                     begin += tl.minimum(tl.maximum(ahead, 0), most)
         entry = (begin.to(tl.int64) << 32) | count.to(tl.int64)
-        tl.store(int64s(layout_range + 8 * (expert * ranks + source)), entry, mask=inside)
+        tl.store(int64s(layout_range + 8 * (expert * ranks + one.peer)), entry, mask=inside)
     bad = uniform((refused != 0).to(tl.int32))
     if bad != 0:
-        fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), refused, rows)
+        _refuse(one, refused, rows)
     return bad == 0
 
 
 @triton.jit
 def _hear(
-    context: tl.tensor,
-    state: tl.tensor,
-    route: tl.tensor,
-    source: tl.tensor,
-    layout_range: tl.tensor,
-    waited: tl.tensor,
-    deterministic: tl.tensor,
-    TOPK: tl.constexpr,
-    CODING: tl.constexpr,
+    one: Message, layout_range: tl.tensor, waited: tl.tensor, deterministic: tl.tensor, shape: tl.constexpr
 ) -> tl.tensor:
-    """What one of the first programs does for its source. True when there are rows to move. Its arguments are those of
-    the kernel."""
+    """What one of the first programs does for its source. True when there are rows to move. The tensors are arguments
+    of the kernel."""
     start = clock_ns()
-    number = peek(route)
+    context, state, source, number = one.context, one.state, one.peer, one.number
     good = has_failed_now(context) == 0
     live = is_live(context, source)
     if good:
@@ -181,21 +184,18 @@ def _hear(
                 if good:
                     good = wait_messages(context, state, peers, awaited, mine, _DISPATCH, number, waited, start, True)
             if good:
-                message = _message(context, state, number, source)
-                good = _take_header(context, state, route, source, number, message, TOPK, CODING)
+                message = _landed(one, source)
+                good = _take_header(one, message, shape)
                 if good:
-                    good = _lay_out(context, state, route, source, number, layout_range, deterministic)
+                    good = _lay_out(one, layout_range, deterministic)
         else:
             # a lost source has sent nothing, and nothing returns to it
             zero = tl.full((), 0, tl.int64)
-            poke(route_table(route, R_RECEIVED, source), zero)
-            poke(route_table(route, R_RETURN_TO, source), zero)
-            poke(route_table(route, R_RETURN_FORM, source), zero)
-            poke(route_table(route, R_RETURN_ROWS, source), zero)
+            _note(one, zero, zero, zero, zero)
             ranks = rank_count(context)
-            for first in range(0, peek(route + P_LOCAL), lanes()):
+            for first in range(0, peek(one.route + P_LOCAL), lanes()):
                 expert = first + tl.arange(0, lanes()).to(tl.int64)
-                inside = expert < peek(route + P_LOCAL)
+                inside = expert < peek(one.route + P_LOCAL)
                 none = tl.zeros([lanes()], tl.int64)
                 tl.store(int64s(layout_range + 8 * (expert * ranks + source)), none, mask=inside)
     tell_ready(state, source, stamp_of(DISPATCH_RECV, number), good & live)
@@ -203,15 +203,14 @@ def _hear(
 
 
 @triton.jit
-def _close(
-    context: tl.tensor, state: tl.tensor, route: tl.tensor, source: tl.tensor, recv_count: tl.tensor, stats: tl.tensor
-) -> None:
-    """``source`` is done with: the last one leaves the counts, which are zero after a failure."""
-    ranks = rank_count(context)
-    if last_peer(state, source, ranks):
+def _close(one: Message, recv_count: tl.tensor, stats: tl.tensor) -> None:
+    """The source is done with: the last one leaves the counts, which are zero after a failure."""
+    route = one.route
+    ranks = rank_count(one.context)
+    if last_peer(one.state, one.peer, ranks):
         # what the others have stored, or have found wrong
         settle()
-        good = has_failed_now(context) == 0
+        good = has_failed_now(one.context) == 0
         filled, local = route + peek(route + P_ROUTE_FILLED), peek(route + P_LOCAL)
         for first in range(0, local, lanes()):
             expert = first + tl.arange(0, lanes()).to(tl.int64)
@@ -222,10 +221,10 @@ def _close(
                 sums = int32s(stats + 4 * expert)
                 tl.store(sums, tl.load(sums, mask=inside, other=0) + count, mask=inside)
         if good:
-            mark_read(state, S_DISPATCH_READ, S_DISPATCH_AHEAD, peek(route))
+            mark_read(one.state, S_DISPATCH_READ, S_DISPATCH_AHEAD, peek(route))
 
 
-@kernel(do_not_specialize=["stats", "waited", "deterministic"])
+@kernel(aligned=["context", "state", "route", "recv_x", "scales", "recv_count", "src_info", "layout_range"])
 def dispatch_recv(
     context: tl.int64,
     state: tl.int64,
@@ -238,37 +237,30 @@ def dispatch_recv(
     stats: tl.int64,
     waited: tl.int64,
     deterministic: tl.int64,
-    PAYLOAD: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    CODING: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STARTS_IN_ORDER: tl.constexpr,
+    SHAPE: tl.constexpr,
 ) -> None:
-    """Receive the dispatch message of every rank; grid (R * any,). Eleven arguments of a launch, eight constants.
+    """Receive the dispatch message of every rank; grid (R * any,). Eleven arguments of a launch.
 
     Args:
-        recv_x: [L, R * T, H], rows of PAYLOAD bytes without gaps; ROW_BYTES each on the wire.
+        recv_x: [L, R * T, H], rows of PAYLOAD bytes without gaps.
         scales: FP8: float32 [L, H / 128, R * T]; UE8M0: int32 [L, H / 512, R * T], four exponents a word; else 0.
         recv_count: int32[L]. src_info: int32[L, R * T], token index at the source. layout_range: int64[L, R].
         stats: int32[L] to which counts are added, or 0. waited: int64[R] to which the nanoseconds waited for each
             source are added, or 0.
         deterministic: 1 = an expert's rows stand by source rank, 0 = by arrival.
-        CODING: DTYPE_* that the rows must have.
-        STARTS_IN_ORDER: programs start in the order of their numbers.
+        SHAPE: a :class:`DispatchRecvShape`.
     """
     stats, waited, deterministic = stats.to(tl.int64), waited.to(tl.int64), deterministic.to(tl.int64)
     ranks, number = rank_count(context), peek(route)
-    program = program_number(state + S_TICKETS, STARTS_IN_ORDER)
+    program = program_number(state + S_TICKETS, SHAPE.STARTS_IN_ORDER)
     part, source = divide(program, ranks)
+    one = Message(context, state, route, source, number)
     stamp, stream = stamp_of(DISPATCH_RECV, number), stream_of(_DISPATCH, number)
     if part == 0:
-        good = _hear(context, state, route, source, layout_range, waited, deterministic, TOPK, CODING)
+        good = _hear(one, layout_range, waited, deterministic, SHAPE)
     else:
-        one = source + tl.zeros([1], tl.int64)
-        _, ready = await_ready(context, state, one, one == one, stamp, stream)
+        peers = source + tl.zeros([1], tl.int64)
+        _, ready = await_ready(context, state, peers, peers == peers, stamp, stream)
         good = uniform(tl.max(ready.to(tl.int32), axis=0)) != 0
     # a source that was refused or lost is done with at once
     closes = (part == 0) & (good == 0)
@@ -276,70 +268,42 @@ def dispatch_recv(
         tokens = peek(route_table(route, R_RECEIVED, source))
         parts = divide(tl.num_programs(0), ranks)[0]
         # a program that has no row is none of those that are counted
-        working = tl.maximum(tl.minimum((tokens + ROWS - 1) // ROWS, parts), 1)
+        working = tl.maximum(tl.minimum((tokens + SHAPE.ROWS - 1) // SHAPE.ROWS, parts), 1)
         if part < working:
-            _copy_rows(
-                context,
-                state,
-                route,
-                source,
-                number,
-                part,
-                working,
-                recv_x,
-                scales,
-                src_info,
-                layout_range,
-                PAYLOAD,
-                ROW_BYTES,
-                CODING,
-                TOPK,
-                SLOTS,
-                ROWS,
-                BLOCK,
-            )
+            _copy_rows(one, part, working, recv_x, scales, src_info, layout_range, SHAPE)
             settle()
             closes = finish_one(state, source) == working - 1
     if closes:
-        _close(context, state, route, source, recv_count, stats)
+        _close(one, recv_count, stats)
 
 
 @triton.jit
 def _copy_rows(
-    context: tl.tensor,
-    state: tl.tensor,
-    route: tl.tensor,
-    source: tl.tensor,
-    number: tl.tensor,
+    one: Message,
     part: tl.tensor,
     parts: tl.tensor,
     recv_x: tl.tensor,
     scales: tl.tensor,
     src_info: tl.tensor,
     layout_range: tl.tensor,
-    PAYLOAD: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    CODING: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    shape: tl.constexpr,
 ) -> None:
-    """Copy each of ``parts`` parts of the rows of ``source`` to their places, and keep what a combine needs of the
-    metas. Its arguments are those of the kernel that it is a part of."""
-    ranks, most = rank_count(context), peek(route + P_TOKENS)
+    """Copy each of ``parts`` parts of the rows of the source to their places, and keep what a combine needs of the
+    metas. The tensors are arguments of the kernel."""
+    route, source = one.route, one.peer
+    ranks, most = rank_count(one.context), peek(route + P_TOKENS)
     capacity, local = ranks * most, peek(route + P_LOCAL)
     meta_size, tokens = peek(route + P_META), peek(route_table(route, R_RECEIVED, source))
     reduced = peek(route_table(route, R_RETURN_FORM, source)) == _REDUCED
     returned = peek(route_table(route, R_RETURN_ROWS, source))
-    metas = _message(context, state, number, source) + peek(route + P_FIRST_ROW)
+    metas = _landed(one, source) + peek(route + P_FIRST_ROW)
     kept = source * most
-    slot = tl.arange(0, SLOTS)[None, :]
-    for lowest in range(part * ROWS, tokens, parts * ROWS):
-        index = lowest + tl.arange(0, ROWS).to(tl.int64)
+    slot = tl.arange(0, shape.SLOTS)[None, :]
+    for lowest in range(part * shape.ROWS, tokens, parts * shape.ROWS):
+        index = lowest + tl.arange(0, shape.ROWS).to(tl.int64)
         inside = index < tokens
-        meta = metas + index * (meta_size + ROW_BYTES)
-        given = inside[:, None] & (slot < TOPK)
+        meta = metas + index * (meta_size + shape.ROW_BYTES)
+        given = inside[:, None] & (slot < shape.TOPK)
         origin = tl.load(int32s(meta), mask=inside, other=0)
         before = tl.load(int32s(meta + 4), mask=inside, other=0)
         place = tl.load(int32s(meta[:, None] + 8 + 4 * slot), mask=given, other=-1)
@@ -353,18 +317,18 @@ def _copy_rows(
         if reduced == 0:
             wrong |= (before < 0) | (before.to(tl.int64) + pairs > returned)
         if uniform(tl.max(wrong.to(tl.int32), axis=0)) != 0:
-            fail(context, state, FAILURE_PROTOCOL, source, stream_of(_DISPATCH, number), lowest, tokens)
+            _refuse(one, lowest, tokens)
         else:
-            at = kept * TOPK + index[:, None] * TOPK + slot
+            at = kept * shape.TOPK + index[:, None] * shape.TOPK + slot
             tl.store(int32s(route + peek(route + P_ROUTE_PLACES) + 4 * at), place, mask=given)
             if reduced:
-                factors = tl.load(floats(meta[:, None] + 8 + 4 * TOPK + 4 * slot), mask=given, other=0.0)
+                factors = tl.load(floats(meta[:, None] + 8 + 4 * shape.TOPK + 4 * slot), mask=given, other=0.0)
                 tl.store(floats(route + peek(route + P_ROUTE_WEIGHTS) + 4 * at), factors, mask=given)
             else:
                 tl.store(int32s(route + peek(route + P_ROUTE_BEFORE) + 4 * (kept + index)), before, mask=inside)
             row = tl.where(right, expert * capacity + (layout >> 32) + position, -1)
-            tl.store(int32s(src_info + 4 * row), origin[:, None] + tl.zeros([ROWS, SLOTS], tl.int32), mask=right)
-            _copy(meta + meta_size, row, inside, recv_x, scales, capacity, PAYLOAD, CODING, TOPK, SLOTS, BLOCK)
+            tl.store(int32s(src_info + 4 * row), origin[:, None] + tl.zeros(row.shape, tl.int32), mask=right)
+            _copy(meta + meta_size, row, inside, recv_x, scales, capacity, shape)
 
 
 @triton.jit
@@ -375,35 +339,31 @@ def _copy(
     recv_x: tl.tensor,
     scales: tl.tensor,
     capacity: tl.tensor,
-    PAYLOAD: tl.constexpr,
-    CODING: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    shape: tl.constexpr,
 ) -> None:
     """Copy wire rows at ``source`` [rows] to rows ``row`` [rows, SLOTS] of recv_x, counted over all experts, -1 for
-    none. Eleven arguments: tensors and what fixes their form."""
-    words: tl.constexpr = PAYLOAD // 4
-    quantised: tl.constexpr = (CODING == _FP8) | (CODING == _UE8M0)
+    none."""
+    words: tl.constexpr = shape.PAYLOAD // 4
+    quantised: tl.constexpr = (shape.CODING == _FP8) | (shape.CODING == _UE8M0)
     if quantised:
         # apart from the values: beside their stores, which lie elsewhere, values would change threads before each store
-        groups: tl.constexpr = PAYLOAD // (_GROUP if CODING == _FP8 else 4 * _GROUP)
+        groups: tl.constexpr = shape.PAYLOAD // (_GROUP if shape.CODING == _FP8 else 4 * _GROUP)
         group = tl.arange(0, next_power_of_2(groups))[None, :]
         some = inside[:, None] & (group < groups)
-        scale = tl.load(aligned(source + PAYLOAD, tl.int32)[:, None] + group, mask=some, other=0)
-    for first in range(0, words, BLOCK):
-        word = first + tl.arange(0, BLOCK)[None, :]
+        scale = tl.load(aligned(source + shape.PAYLOAD, tl.int32)[:, None] + group, mask=some, other=0)
+    for first in range(0, words, shape.BLOCK):
+        word = first + tl.arange(0, shape.BLOCK)[None, :]
         wanted = inside[:, None] & (word < words)
         part = tl.load(aligned(source, tl.int32)[:, None] + word, mask=wanted, other=0)
-        for index in range(TOPK):
-            place = _place_of(row, index, SLOTS)
+        for index in range(shape.TOPK):
+            place = _place_of(row, index)
             # most slots of a token live elsewhere
             if tl.max(place, axis=0) >= 0:
-                target = recv_x + tl.maximum(place, 0).to(tl.int64) * PAYLOAD
+                target = recv_x + tl.maximum(place, 0).to(tl.int64) * shape.PAYLOAD
                 tl.store(aligned(target, tl.int32)[:, None] + word, part, mask=(place >= 0)[:, None] & wanted)
     if quantised:
-        for index in range(TOPK):
-            place = _place_of(row, index, SLOTS)
+        for index in range(shape.TOPK):
+            place = _place_of(row, index)
             if tl.max(place, axis=0) >= 0:
                 expert, position = divide(tl.maximum(place, 0), capacity)
                 column = scales + 4 * ((expert[:, None] * groups + group) * capacity + position[:, None])
@@ -411,7 +371,7 @@ def _copy(
 
 
 @triton.jit
-def _place_of(row: tl.tensor, index: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
+def _place_of(row: tl.tensor, index: tl.tensor) -> tl.tensor:
     """Column ``index`` of ``row`` [rows, SLOTS], whose least value is -1 and which are fewer than 2^31. Not by
     :func:`.words.column_of`: for ROCm Triton 3.6 asks for less of a row at once beside that."""
-    return tl.max(tl.where(tl.arange(0, SLOTS)[None, :] == index, row.to(tl.int32), -1), axis=1)
+    return tl.max(tl.where(tl.arange(0, row.shape[1])[None, :] == index, row.to(tl.int32), -1), axis=1)

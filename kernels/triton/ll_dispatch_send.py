@@ -9,6 +9,8 @@ asked for, that of its number.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -55,7 +57,17 @@ from .kernel import kernel
 from .ll_counts import tell_dispatches_read, wait_space
 from .ll_message import HEADER, LOW, offset_among, place_message, put_message, write_header
 from .ll_routing import NOWHERE, earlier_equal, expert_ids, list_rows, named_before, ranks_of
-from .programs import DISPATCH_SEND, await_ready, finish, finish_one, last_peers, stamp_of, tell_ready
+from .programs import (
+    DISPATCH_SEND,
+    Message,
+    MessageShape,
+    await_ready,
+    finish,
+    finish_one,
+    last_peers,
+    stamp_of,
+    tell_ready,
+)
 from .publish import store_flags
 from .quant import load_floats, quantise_blocks
 from .target import lanes
@@ -87,34 +99,47 @@ _FIELD, _IN_FIELD = tl.constexpr(20), tl.constexpr((1 << 20) - 1)
 assert 64 * MAX_LOW_LATENCY_TOKENS < 1 << 20
 
 
+@dataclass(frozen=True, kw_only=True)
+class DispatchSendShape(MessageShape):
+    """What :func:`dispatch_send` is compiled for.
+
+    Attributes:
+        HIDDEN, SOURCE: values of a token, and their DTYPE_*. BLOCK: cast at a time, at least 128.
+        CODING: DTYPE_* of the rows. ROUND: scales are powers of two. FNUZ: gfx942's FP8.
+        REDUCED: destinations return one row per token, and get the weights.
+    """
+
+    HIDDEN: int
+    SOURCE: int
+    CODING: int
+    ROUND: bool
+    FNUZ: bool
+    REDUCED: bool
+
+
 @triton.jit
 def _serve(
-    context: tl.tensor,
-    state: tl.tensor,
+    one: Message,
     plan: tl.tensor,
-    route: tl.tensor,
     topk_idx: tl.tensor,
     tokens: tl.tensor,
     columns: tl.tensor,
-    peer: tl.tensor,
     start: tl.tensor,
-    ROW_BYTES: tl.constexpr,
-    CODING: tl.constexpr,
-    REDUCED: tl.constexpr,
-    TOPK: tl.constexpr,
+    shape: tl.constexpr,
 ) -> tl.tensor:
-    """What one of the first programs does for its destination. True when it is the last to do something for that. Its
-    arguments are those of the kernel."""
-    number, live = peek(state + S_DISPATCH_NUMBER), is_live(context, peer)
+    """What one of the first programs does for its destination. True when it is the last to do something for that. The
+    tensors are arguments of the kernel."""
+    context, state, route, peer, number = one.context, one.state, one.route, one.peer, one.number
+    live = is_live(context, peer)
     stamp, experts = stamp_of(DISPATCH_SEND, number), peek(plan + P_EXPERTS)
     local = peek(plan + P_LOCAL)
     earlier = route + peek(plan + P_ROUTE_EARLIER) + 8 * peer * peek(plan + P_TOKENS)
-    listed, wrong = list_rows(topk_idx, tokens, peer * local, local, experts, earlier, TOPK)
+    listed, wrong = list_rows(topk_idx, tokens, peer * local, local, experts, earlier, shape.TOPK)
     good = has_failed_now(context) == 0
     if peer == 0:
-        _begin_route(context, state, plan, route, number, local, wrong, experts)
+        _begin_route(one, plan, local, wrong, experts)
     # to a lost rank nothing goes
-    _place(context, state, plan, route, peer, number & 1, tl.where(live, listed, 0), ROW_BYTES, REDUCED)
+    _place(one, plan, tl.where(live, listed, 0), shape)
     # read again, so that nothing of it is kept while waiting
     settle()
     rows = int64s(route_table(route, R_COUNTS, peer))
@@ -128,72 +153,60 @@ def _serve(
     if good & live:
         message = peek(state_table(state, T_MESSAGE_AT, peer))
         told = (peek(route_table(route, R_PAIRS, peer)) << _PAIRS_SHIFT) | tl.load(rows)
-        coding = tl.full((), (_WEIGHTED if REDUCED else 0) | CODING, tl.int64)
+        coding = tl.full((), (_WEIGHTED if shape.REDUCED else 0) | shape.CODING, tl.int64)
         back = peek(route_table(route, R_RETURN_BASE, peer))
-        write_header(state, plan, peer, message, number, told, coding, back, free, _TAG)
+        write_header(one, plan, message, told, coding, back, free, _TAG)
         settle()
     return finish_one(state, peer) == tl.load(rows) * columns
 
 
 @triton.jit
-def _place(
-    context: tl.tensor,
-    state: tl.tensor,
-    plan: tl.tensor,
-    route: tl.tensor,
-    peer: tl.tensor,
-    parity: tl.tensor,
-    listed: tl.tensor,
-    ROW_BYTES: tl.constexpr,
-    REDUCED: tl.constexpr,
-) -> None:
-    """Where the message to ``peer`` with its ``listed`` rows and pairs is packed, and where its answer comes: close to
-    those of other peers, in whatever order."""
+def _place(one: Message, plan: tl.tensor, listed: tl.tensor, shape: tl.constexpr) -> None:
+    """Where the message with its ``listed`` rows and pairs is packed, and where its answer comes: close to those of
+    other peers, in whatever order."""
+    context, state, route, peer, parity = one.context, one.state, one.route, one.peer, one.number & 1
     rows, pairs = listed & LOW, listed >> 32
     placed = rows | (pairs << _FIELD) | (tl.full((), 1, tl.int64) << (2 * _FIELD))
     placed = tl.atomic_add(int64s(state + S_PLACED), placed, sem="relaxed", scope="gpu")
     peers, rows_before = placed >> (2 * _FIELD), placed & _IN_FIELD
-    back = rows_before if REDUCED else (placed >> _FIELD) & _IN_FIELD
+    back = rows_before if shape.REDUCED else (placed >> _FIELD) & _IN_FIELD
     # the experts' output may have another dtype than the tokens: space for the widest that was planned
     base = offset_among(peers, peers * HEADER + back * peek(plan + P_ROW))
     poke(route_table(route, R_COUNTS, peer), rows)
     poke(route_table(route, R_PAIRS, peer), pairs)
     poke(route_table(route, R_RETURN_BASE, peer), base)
-    row, first_row = peek(plan + P_META) + ROW_BYTES, peek(plan + P_FIRST_ROW)
+    row, first_row = peek(plan + P_META) + shape.ROW_BYTES, peek(plan + P_FIRST_ROW)
     source = peek(state + S_DISPATCH_SEND) + parity * peek(state + S_DISPATCH_SEND_STEP)
     source += offset_among(peers, peers * first_row + rows_before * row)
     slot = parity * rank_count(context) + own_rank(context)
     target = peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
-    place_message(context, state, peer, source, target, first_row + rows * row)
+    place_message(one, source, target, first_row + rows * row)
 
 
 @triton.jit
-def _begin_route(
-    context: tl.tensor,
-    state: tl.tensor,
-    plan: tl.tensor,
-    route: tl.tensor,
-    number: tl.tensor,
-    local: tl.tensor,
-    wrong: tl.tensor,
-    experts: tl.tensor,
-) -> None:
+def _begin_route(one: Message, plan: tl.tensor, local: tl.tensor, wrong: tl.tensor, experts: tl.tensor) -> None:
     """The head of the route block, for later kernels, and what the host is told."""
     word = tl.arange(0, _ROUTE_WORDS).to(tl.int64)
     sizes = tl.load(int64s(plan + 8 * word))
-    tl.store(int64s(route + 8 * word), tl.where(word == 0, number, sizes))
-    filled = route + peek(plan + P_ROUTE_FILLED)
+    tl.store(int64s(one.route + 8 * word), tl.where(word == 0, one.number, sizes))
+    filled = one.route + peek(plan + P_ROUTE_FILLED)
     for first in range(0, local, lanes()):
         expert = first + tl.arange(0, lanes()).to(tl.int64)
         tl.store(int32s(filled + 4 * expert), tl.zeros([lanes()], tl.int32), mask=expert < local)
     # rule: low latency: the host is told of an expert id out of range
     if wrong < NOWHERE:
-        report_id(context, state, wrong.to(tl.int64), experts)
+        report_id(one.context, one.state, wrong.to(tl.int64), experts)
 
 
 @triton.jit
 def _close(
-    context: tl.tensor, state: tl.tensor, plan: tl.tensor, rank: tl.tensor, last: tl.tensor, start: tl.tensor
+    context: tl.tensor,
+    state: tl.tensor,
+    plan: tl.tensor,
+    route: tl.tensor,
+    rank: tl.tensor,
+    last: tl.tensor,
+    start: tl.tensor,
 ) -> None:
     """Nothing is left to do for each ``rank`` [rows, slots] where this program was the ``last``: their messages are
     published, as far as they may be."""
@@ -223,7 +236,7 @@ def _close(
                 if sticky_code(context) != 0:
                     peer = tl.full((), NOBODY, tl.int64)
             while peer != NOBODY:
-                put_message(context, state, peer, _DISPATCH, number, start)
+                put_message(Message(context, state, route, peer, number), _DISPATCH, start)
                 peer = first_of(peers, proxied & (peers > peer))
             if last_peers(state, peers, closed, ranks):
                 # rule: low latency: the send kernel counts its message
@@ -242,8 +255,7 @@ def _write_counts(state: tl.tensor, peer: tl.tensor, local: tl.tensor) -> None:
         tl.store(named, tl.zeros([lanes()], tl.int32), mask=expert < local)
 
 
-# what the caller may pass with any alignment or length has one compiled code: none is compiled amid an operation
-@kernel(do_not_specialize=["topk_idx", "weights", "tokens", "deterministic"])
+@kernel(aligned=["context", "state", "plan", "route", "x"])
 def dispatch_send(
     context: tl.int64,
     state: tl.int64,
@@ -254,21 +266,10 @@ def dispatch_send(
     weights: tl.int64,
     tokens: tl.int64,
     deterministic: tl.int64,
-    HIDDEN: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SOURCE: tl.constexpr,
-    CODING: tl.constexpr,
-    ROUND: tl.constexpr,
-    FNUZ: tl.constexpr,
-    REDUCED: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STARTS_IN_ORDER: tl.constexpr,
+    SHAPE: tl.constexpr,
 ) -> None:
     """Send the next dispatch message to every rank and fill a route block; grid (R + ceil(tokens / ROWS) * columns,),
-    any number of columns. Nine arguments of a launch, twelve constants.
+    any number of columns. Nine arguments of a launch.
 
     Args:
         plan: sizes of the operation, which later kernels find in the route block.
@@ -276,33 +277,30 @@ def dispatch_send(
         weights: float32[tokens, TOPK], or 0 when not REDUCED: destinations return one row per token when they are
             there.
         deterministic: 1 = the rows of an expert stand by token, 0 = as they come.
-        CODING: DTYPE_* of the rows, of ROW_BYTES each. ROUND: scales are powers of two. FNUZ: gfx942's FP8.
-        SLOTS: TOPK rounded up to a power of two. ROWS: tokens of a program. BLOCK: values cast at a time, a power of
-            two, at least 128.
-        STARTS_IN_ORDER: programs start in the order of their numbers.
+        SHAPE: a :class:`DispatchSendShape`.
     """
     tokens = tokens.to(tl.int64)
     ranks = rank_count(context)
-    mine = program_number(state + S_TICKETS, STARTS_IN_ORDER)
+    mine = program_number(state + S_TICKETS, SHAPE.STARTS_IN_ORDER)
     program = mine - ranks
-    blocks = (tokens + ROWS - 1) // ROWS
+    blocks = (tokens + SHAPE.ROWS - 1) // SHAPE.ROWS
     columns = divide(tl.num_programs(0) - ranks, tl.maximum(blocks, 1))[0]
     start = clock_ns()
-    rank = tl.full([ROWS, SLOTS], -1, tl.int32)
-    last = tl.zeros([ROWS, SLOTS], tl.int1)
+    rank = tl.full([SHAPE.ROWS, SHAPE.SLOTS], -1, tl.int32)
+    last = tl.zeros([SHAPE.ROWS, SHAPE.SLOTS], tl.int1)
     if program < 0:
-        done = _serve(
-            context, state, plan, route, topk_idx, tokens, columns, mine, start, ROW_BYTES, CODING, REDUCED, TOPK
-        )
+        number = peek(state + S_DISPATCH_NUMBER)
+        one = Message(context, state, route, mine, number)
+        done = _serve(one, plan, topk_idx, tokens, columns, start, SHAPE)
         rank += mine.to(tl.int32) + 1
         last |= done
     else:
         experts, local = peek(plan + P_EXPERTS), peek(plan + P_LOCAL)
         block, column = divide(program, columns)
-        token = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
-        slot = tl.arange(0, SLOTS)[None, :]
-        inside = (token[:, None] < tokens) & (slot < TOPK)
-        ids, _ = expert_ids(topk_idx, token[:, None], slot, tokens, experts, TOPK)
+        token = block * SHAPE.ROWS + tl.arange(0, SHAPE.ROWS).to(tl.int64)
+        slot = tl.arange(0, SHAPE.SLOTS)[None, :]
+        inside = (token[:, None] < tokens) & (slot < SHAPE.TOPK)
+        ids, _ = expert_ids(topk_idx, token[:, None], slot, tokens, experts, SHAPE.TOPK)
         rank = ranks_of(context, ids, local)
         goes, peers = rank >= 0, tl.where(rank >= 0, rank, 0).to(tl.int64)
         told, ready = goes, goes
@@ -311,7 +309,7 @@ def dispatch_send(
             number = peek(state + S_DISPATCH_NUMBER)
             stamp, stream = stamp_of(DISPATCH_SEND, number), stream_of(_DISPATCH, number)
             told, ready = await_ready(context, state, peers, goes, stamp, stream)
-        within = earlier_equal(rank, SLOTS)
+        within = earlier_equal(rank, SHAPE.SLOTS)
         # a token goes to a rank once
         once = told & (within == 0)
         first = once & ready
@@ -319,60 +317,46 @@ def dispatch_send(
         listed = tl.load(int64s(earlier), mask=ready, other=0)
         row, pairs = listed & LOW, listed >> 32
         message = tl.load(int64s(state_table(state, T_MESSAGE_AT, peers)), mask=ready, other=0)
-        meta = message + peek(plan + P_FIRST_ROW) + row * (peek(plan + P_META) + ROW_BYTES)
+        meta = message + peek(plan + P_FIRST_ROW) + row * (peek(plan + P_META) + SHAPE.ROW_BYTES)
         if column == 0:
-            returns = int64s(route + peek(plan + P_ROUTE_RETURNS) + 8 * (token[:, None] * TOPK + slot))
+            returns = int64s(route + peek(plan + P_ROUTE_RETURNS) + 8 * (token[:, None] * SHAPE.TOPK + slot))
             there = rank.to(tl.int64) << 32
-            if REDUCED:
+            if SHAPE.REDUCED:
                 # by rank, whatever the order of the slots: those before it, then -1
                 below = (first[:, None, :] & (rank[:, None, :] < rank[:, :, None])).to(tl.int32)
                 many = tl.sum(first.to(tl.int32), axis=1)[:, None]
                 tl.store(returns - slot + tl.sum(below, axis=2), there | row, mask=first)
-                tl.store(returns, tl.full([ROWS, SLOTS], -1, tl.int64), mask=inside & (slot >= many))
+                tl.store(returns, tl.full([SHAPE.ROWS, SHAPE.SLOTS], -1, tl.int64), mask=inside & (slot >= many))
             else:
                 tl.store(returns, tl.where(ready, there | (pairs + within), -1), mask=inside)
             tl.store(int32s(meta), (token[:, None] + tl.zeros_like(meta)).to(tl.int32), mask=first)
             tl.store(int32s(meta + 4), pairs.to(tl.int32), mask=first)
             # an expert has a token once
-            new, same = ready & (earlier_equal(ids, SLOTS) == 0), ids[:, :, None] == ids[:, None, :]
+            new, same = ready & (earlier_equal(ids, SHAPE.SLOTS) == 0), ids[:, :, None] == ids[:, None, :]
             named = int32s(expert_count(state, tl.where(new, ids, 0).to(tl.int64)))
-            position = tl.atomic_add(named, tl.full([ROWS, SLOTS], 1, tl.int32), mask=new, sem="relaxed", scope="gpu")
+            position = tl.atomic_add(
+                named, tl.full([SHAPE.ROWS, SHAPE.SLOTS], 1, tl.int32), mask=new, sem="relaxed", scope="gpu"
+            )
             if deterministic != 0:
-                position = named_before(topk_idx, tokens, experts, token, ids, TOPK, SLOTS, ROWS)
+                position = named_before(topk_idx, tokens, experts, token, ids, SHAPE.TOPK, SHAPE.SLOTS, SHAPE.ROWS)
             position = tl.sum(tl.where(same & new[:, None, :], position[:, None, :], 0), axis=2)
             place = ((ids.to(tl.int64) - peers * local).to(tl.int32) << _PLACE_SHIFT) | position
             # of the destinations along axis 1, the places along axis 2
             here = rank[:, :, None] == rank[:, None, :]
             to = meta[:, :, None] + 8 + 4 * slot[:, None, :]
-            wanted = first[:, :, None] & (slot[:, None, :] < TOPK)
+            wanted = first[:, :, None] & (slot[:, None, :] < SHAPE.TOPK)
             tl.store(int32s(to), tl.where(here, place[:, None, :], -1), mask=wanted)
-            if REDUCED:
-                factors = tl.load(floats(weights + 4 * (token[:, None] * TOPK + slot)), mask=inside, other=0.0)
-                some = tl.zeros([ROWS, SLOTS, SLOTS], tl.float32) + factors[:, None, :]
-                tl.store(floats(to + 4 * TOPK), some, mask=wanted)
-        _write_rows(
-            x,
-            token,
-            tokens,
-            meta + peek(plan + P_META),
-            first,
-            column,
-            columns,
-            HIDDEN,
-            SOURCE,
-            CODING,
-            ROUND,
-            FNUZ,
-            TOPK,
-            ROWS,
-            BLOCK,
-        )
+            if SHAPE.REDUCED:
+                factors = tl.load(floats(weights + 4 * (token[:, None] * SHAPE.TOPK + slot)), mask=inside, other=0.0)
+                some = tl.zeros([SHAPE.ROWS, SHAPE.SLOTS, SHAPE.SLOTS], tl.float32) + factors[:, None, :]
+                tl.store(floats(to + 4 * SHAPE.TOPK), some, mask=wanted)
+        _write_rows(x, token, tokens, meta + peek(plan + P_META), first, column, columns, SHAPE)
         settle()
         many = tl.load(int64s(route_table(route, R_COUNTS, peers)), mask=once, other=0)
         # also for those to whom nothing may be said any more: an operation ends in every case
         last = once & (finish(state, peers, once) == many * columns)
     if uniform(any_of(tl.ravel(last))) != 0:
-        _close(context, state, plan, rank, last, start)
+        _close(context, state, plan, route, rank, last, start)
 
 
 @triton.jit
@@ -384,48 +368,41 @@ def _write_rows(
     first: tl.tensor,
     column: tl.tensor,
     columns: tl.tensor,
-    HIDDEN: tl.constexpr,
-    SOURCE: tl.constexpr,
-    CODING: tl.constexpr,
-    ROUND: tl.constexpr,
-    FNUZ: tl.constexpr,
-    TOPK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    shape: tl.constexpr,
 ) -> None:
     """Cast some values of each token once and store them at each of its ``rows`` [ROWS, SLOTS], where it is the
-    ``first`` slot of a rank. Its arguments are those of the kernel that it is a part of."""
+    ``first`` slot of a rank. The tensors are arguments of the kernel."""
     targets = tl.where(first, rows, 0)
-    if (CODING == _FP8) | (CODING == _UE8M0):
-        width: tl.constexpr = 4 if SOURCE == _F32 else 2
-        groups: tl.constexpr = BLOCK // _GROUP
-        value = tl.arange(0, BLOCK)[None, :]
-        for lowest in range(column * BLOCK, HIDDEN, columns * BLOCK):
-            inside = (token[:, None] < tokens) & (lowest + value < HIDDEN)
-            given = load_floats(x + token * (HIDDEN * width), lowest + value, inside, SOURCE)
-            given = tl.reshape(given, [ROWS, groups, _GROUP])
-            codes, scales = quantise_blocks(given, ROUND, FNUZ)
-            codes = tl.reshape(codes, [ROWS, BLOCK])
+    if (shape.CODING == _FP8) | (shape.CODING == _UE8M0):
+        width: tl.constexpr = 4 if shape.SOURCE == _F32 else 2
+        groups: tl.constexpr = shape.BLOCK // _GROUP
+        value = tl.arange(0, shape.BLOCK)[None, :]
+        for lowest in range(column * shape.BLOCK, shape.HIDDEN, columns * shape.BLOCK):
+            inside = (token[:, None] < tokens) & (lowest + value < shape.HIDDEN)
+            given = load_floats(x + token * (shape.HIDDEN * width), lowest + value, inside, shape.SOURCE)
+            given = tl.reshape(given, [shape.ROWS, groups, _GROUP])
+            codes, scales = quantise_blocks(given, shape.ROUND, shape.FNUZ)
+            codes = tl.reshape(codes, [shape.ROWS, shape.BLOCK])
             group = lowest // _GROUP + tl.arange(0, groups)[None, :]
-            for index in range(TOPK):
+            for index in range(shape.TOPK):
                 row = column_of(targets, index)
                 # several slots of a token may have one rank
                 if uniform((tl.max(row, axis=0) != 0).to(tl.int32)) != 0:
                     chosen = (row != 0)[:, None]
                     tl.store(aligned(row, tl.uint8)[:, None] + (lowest + value), codes, mask=chosen & inside)
-                    wanted = chosen & (group < HIDDEN // _GROUP)
-                    if CODING == _FP8:
-                        tl.store(int32s(row[:, None] + HIDDEN) + group, scales, mask=wanted)
+                    wanted = chosen & (group < shape.HIDDEN // _GROUP)
+                    if shape.CODING == _FP8:
+                        tl.store(int32s(row[:, None] + shape.HIDDEN) + group, scales, mask=wanted)
                     else:
                         exponents = (scales >> 23).to(tl.uint8)
-                        tl.store(uint8s(row[:, None] + HIDDEN + group), exponents, mask=wanted)
+                        tl.store(uint8s(row[:, None] + shape.HIDDEN + group), exponents, mask=wanted)
     else:
-        words: tl.constexpr = HIDDEN * (4 if SOURCE == _F32 else 2) // 4
-        for lowest in range(column * BLOCK, words, columns * BLOCK):
-            word = lowest + tl.arange(0, BLOCK)[None, :]
+        words: tl.constexpr = shape.HIDDEN * (4 if shape.SOURCE == _F32 else 2) // 4
+        for lowest in range(column * shape.BLOCK, words, columns * shape.BLOCK):
+            word = lowest + tl.arange(0, shape.BLOCK)[None, :]
             inside = (token[:, None] < tokens) & (word < words)
             given = tl.load(aligned(x + token * (4 * words), tl.int32)[:, None] + word, mask=inside, other=0)
-            for index in range(TOPK):
+            for index in range(shape.TOPK):
                 row = column_of(targets, index)
                 if uniform((tl.max(row, axis=0) != 0).to(tl.int32)) != 0:
                     tl.store(aligned(row, tl.int32)[:, None] + word, given, mask=(row != 0)[:, None] & inside)

@@ -25,6 +25,7 @@ from .blocks import (
 )
 from .context import channel_count, peer_window, sticky_code, stream_of, window_address
 from .ll_counts import take_acks
+from .programs import Message
 from .publish import put_commands, store_flags
 from .target import lanes
 from .words import divide, int64s, peek, poke, settle
@@ -50,11 +51,10 @@ def offset_among(peer: tl.tensor, before: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def place_message(
-    context: tl.tensor, state: tl.tensor, peer: tl.tensor, source: tl.tensor, target: tl.tensor, nbytes: tl.tensor
-) -> None:
-    """Note where the message to ``peer`` is packed: in its window at ``target`` when that is mapped, else in the own
-    one at ``source``."""
+def place_message(one: Message, source: tl.tensor, target: tl.tensor, nbytes: tl.tensor) -> None:
+    """Note where the message is packed: in the peer's window at ``target`` when that is mapped, else in the own one at
+    ``source``."""
+    context, state, peer = one.context, one.state, one.peer
     mapped = peer_window(context, peer)
     at = tl.where(mapped != 0, mapped + target, window_address(context) + source)
     poke(state_table(state, T_MESSAGE_AT, peer), at)
@@ -65,11 +65,9 @@ def place_message(
 
 @triton.jit
 def write_header(
-    state: tl.tensor,
+    one: Message,
     plan: tl.tensor,
-    peer: tl.tensor,
     message: tl.tensor,
-    number: tl.tensor,
     rows: tl.tensor,
     coding: tl.tensor,
     return_offset: tl.tensor,
@@ -77,27 +75,27 @@ def write_header(
     TAG: tl.constexpr,
 ) -> None:
     """The header at address ``message``; ``plan`` is a plan block or a route with its copy."""
+    state = one.state
     read = peek(state + S_DISPATCH_READ)
     # every thread has read what the peer was told before
     settle()
     poke(message + AT_TAG, tl.full((), TAG, tl.int64))
-    poke(message + AT_NUMBER, number)
+    poke(message + AT_NUMBER, one.number)
     poke(message + AT_ROWS, rows)
     poke(message + AT_CODING, coding)
     poke(message + AT_PLAN, peek(plan + P_PLAN))
     poke(message + AT_RETURN_OFFSET, return_offset)
     poke(message + _AT_CONSUMED_DISPATCH, read)
     poke(message + _AT_CONSUMED_COMBINE, free)
-    poke(state_table(state, T_SENT_ACK_DISPATCH, peer), read)
-    poke(state_table(state, T_SENT_ACK_COMBINE, peer), free)
+    poke(state_table(state, T_SENT_ACK_DISPATCH, one.peer), read)
+    poke(state_table(state, T_SENT_ACK_COMBINE, one.peer), free)
 
 
 @triton.jit
-def publish_message(
-    context: tl.tensor, state: tl.tensor, peer: tl.tensor, PHASE: tl.constexpr, number: tl.tensor, start: tl.tensor
-) -> None:
-    """Publish the packed message to ``peer``. A mapped peer has the bytes already and gets the flags of all channels,
-    for any other proxies get commands. :func:`settle` comes before it."""
+def publish_message(one: Message, PHASE: tl.constexpr, start: tl.tensor) -> None:
+    """Publish the packed message. A mapped peer has the bytes already and gets the flags of all channels, for any other
+    proxies get commands. :func:`settle` comes before it."""
+    context, state, peer, number = one.context, one.state, one.peer, one.number
     if peer_window(context, peer) != 0:
         first, channels = stream_of(PHASE, number), channel_count(context)
         for lowest in range(0, channels, lanes()):
@@ -107,19 +105,18 @@ def publish_message(
             store_flags(context, state, to, chosen, stream, number // 2 + 1)
     # nothing is published once a proxy or the host has set the sticky error
     elif sticky_code(context) == 0:
-        put_message(context, state, peer, PHASE, number, start)
+        put_message(one, PHASE, start)
 
 
 @triton.jit
-def put_message(
-    context: tl.tensor, state: tl.tensor, peer: tl.tensor, PHASE: tl.constexpr, number: tl.tensor, start: tl.tensor
-) -> None:
-    """Have proxies send the packed message to ``peer``, one piece per channel.
+def put_message(one: Message, PHASE: tl.constexpr, start: tl.tensor) -> None:
+    """Have proxies send the packed message, one piece per channel.
 
     A piece is one write and may be empty, so that every stream carries every message; more than 256 MiB of a piece are
     several commands, of which only the last ends the message.
     """
-    first, channels = stream_of(PHASE, number), channel_count(context)
+    context, state, peer = one.context, one.state, one.peer
+    first, channels = stream_of(PHASE, one.number), channel_count(context)
     source = peek(state_table(state, T_MESSAGE_FROM, peer))
     target = peek(state_table(state, T_MESSAGE_TO, peer))
     nbytes = peek(state_table(state, T_MESSAGE_BYTES, peer))
@@ -168,21 +165,19 @@ def word_of(words: tl.tensor, AT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def check_header(
-    state: tl.tensor, route: tl.tensor, peer: tl.tensor, words: tl.tensor, number: tl.tensor, TAG: tl.constexpr
-) -> tl.tensor:
+def check_header(one: Message, words: tl.tensor, TAG: tl.constexpr) -> tl.tensor:
     """A message with these ``words`` is of this kind, plan and number; and what it says of the receiver's own messages.
     (A word that is refused, and what it should be: the same where nothing is.)"""
-    plan = peek(route + P_PLAN)
+    plan = peek(one.route + P_PLAN)
     got, expected = word_of(words, AT_TAG), tl.full((), TAG, tl.int64)
     if got == expected:
         # rule: low latency: a message of another shape is refused
         got, expected = word_of(words, AT_PLAN), plan
     if got == expected:
-        got, expected = word_of(words, AT_NUMBER), number
+        got, expected = word_of(words, AT_NUMBER), one.number
     if got == expected:
         dispatched, combined = word_of(words, _AT_CONSUMED_DISPATCH), word_of(words, _AT_CONSUMED_COMBINE)
-        claim, most = take_acks(state, peer, dispatched, combined)
+        claim, most = take_acks(one.state, one.peer, dispatched, combined)
         if claim >= 0:
             got, expected = claim, most
     return got, expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -11,10 +12,10 @@ from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.layout import LowLatencyPlan
 from ...protocol.message import DTYPE_FP8, DTYPE_FP8_UE8M0, SCALE_BLOCK, element_bytes, row_bytes
 from .launch import Launch, Variant
-from .ll_combine_recv import combine_recv
-from .ll_combine_send import combine_send
-from .ll_dispatch_recv import dispatch_recv
-from .ll_dispatch_send import dispatch_send
+from .ll_combine_recv import CombineRecvShape, combine_recv
+from .ll_combine_send import CombineSendShape, combine_send
+from .ll_dispatch_recv import DispatchRecvShape, dispatch_recv
+from .ll_dispatch_send import DispatchSendShape, dispatch_send
 from .target import Target, present_target
 
 #: Slots of a token are compared with each other in registers.
@@ -53,7 +54,12 @@ class TritonLowLatencyKernels:
         # In the interpreter an operation costs the same for one row and for many.
         self._rows = 16 if self.target.interpreted else 1
         self._slots = _power_of_two(plan.topk)
-        self._common = {"TOPK": plan.topk, "ROWS": self._rows, "STARTS_IN_ORDER": self.target.in_order}
+        self._common: dict[str, Any] = {
+            "TOPK": plan.topk,
+            "SLOTS": self._slots,
+            "ROWS": self._rows,
+            "STARTS_IN_ORDER": self.target.in_order,
+        }
         self.fp8_dtype = torch.float8_e4m3fnuz if self.target.fnuz else torch.float8_e4m3fn
         # each is made once for its formats, of which an engine has one or two
         self._of_dispatch_send = functools.cache(self._make_dispatch_send)
@@ -141,21 +147,18 @@ class TritonLowLatencyKernels:
         quantised = coding in (DTYPE_FP8, DTYPE_FP8_UE8M0)
         values = plan.hidden if quantised else plan.hidden * element_bytes(source) // 4
         block = min(_BLOCK, max(_power_of_two(values), SCALE_BLOCK))
-        variant = Variant(
-            dispatch_send,
-            {
-                "HIDDEN": plan.hidden,
-                "ROW_BYTES": row_bytes(plan.hidden, coding),
-                "SOURCE": source,
-                "CODING": coding,
-                "ROUND": round_scale or coding == DTYPE_FP8_UE8M0,
-                "FNUZ": self.target.fnuz,
-                "REDUCED": reduced,
-                "SLOTS": self._slots,
-                "BLOCK": block,
-                **self._common,
-            },
+        shape = DispatchSendShape(
+            HIDDEN=plan.hidden,
+            ROW_BYTES=row_bytes(plan.hidden, coding),
+            SOURCE=source,
+            CODING=coding,
+            ROUND=round_scale or coding == DTYPE_FP8_UE8M0,
+            FNUZ=self.target.fnuz,
+            REDUCED=reduced,
+            BLOCK=block,
+            **self._common,
         )
+        variant = Variant(dispatch_send, {"SHAPE": shape})
         return variant, -(-values // block)
 
     def dispatch_recv(
@@ -184,17 +187,14 @@ class TritonLowLatencyKernels:
     def _make_dispatch_recv(self, coding: int) -> Variant:
         plan = self.plan
         payload = plan.hidden * (1 if coding in (DTYPE_FP8, DTYPE_FP8_UE8M0) else element_bytes(coding))
-        return Variant(
-            dispatch_recv,
-            {
-                "PAYLOAD": payload,
-                "ROW_BYTES": row_bytes(plan.hidden, coding),
-                "CODING": coding,
-                "SLOTS": self._slots,
-                "BLOCK": min(_MOVED, _power_of_two(payload // 4)),
-                **self._common,
-            },
+        shape = DispatchRecvShape(
+            PAYLOAD=payload,
+            ROW_BYTES=row_bytes(plan.hidden, coding),
+            CODING=coding,
+            BLOCK=min(_MOVED, _power_of_two(payload // 4)),
+            **self._common,
         )
+        return Variant(dispatch_recv, {"SHAPE": shape})
 
     def combine_send(
         self, context: int, state: int, route_block: int, ticket: int, x: int, layout_range: int, dtype: int
@@ -209,18 +209,15 @@ class TritonLowLatencyKernels:
         """Its kernel, and programs that a row has work for."""
         plan = self.plan
         block = min(_SUMMED, _power_of_two(plan.hidden))
-        variant = Variant(
-            combine_send,
-            {
-                "HIDDEN": plan.hidden,
-                "ROW_BYTES": row_bytes(plan.hidden, dtype),
-                "DTYPE": dtype,
-                "TOGETHER": min(_WEIGHED_TOGETHER, self._slots),
-                "BLOCK": block,
-                **self._common,
-            },
-            fused=False,
+        shape = CombineSendShape(
+            HIDDEN=plan.hidden,
+            ROW_BYTES=row_bytes(plan.hidden, dtype),
+            DTYPE=dtype,
+            TOGETHER=min(_WEIGHED_TOGETHER, self._slots),
+            BLOCK=block,
+            **self._common,
         )
+        variant = Variant(combine_send, {"SHAPE": shape}, fused=False)
         return variant, -(-plan.hidden // block)
 
     def combine_recv(
@@ -245,18 +242,14 @@ class TritonLowLatencyKernels:
         """Its kernel, and programs that a row has work for."""
         plan = self.plan
         block = min(_SUMMED, _power_of_two(plan.hidden))
-        variant = Variant(
-            combine_recv,
-            {
-                "HIDDEN": plan.hidden,
-                "ROW_BYTES": row_bytes(plan.hidden, dtype),
-                "DTYPE": dtype,
-                "REDUCED": reduced,
-                "SLOTS": self._slots,
-                "TOGETHER": min(_SUMMED_TOGETHER, self._slots),
-                "BLOCK": block,
-                **self._common,
-            },
-            fused=False,
+        shape = CombineRecvShape(
+            HIDDEN=plan.hidden,
+            ROW_BYTES=row_bytes(plan.hidden, dtype),
+            DTYPE=dtype,
+            REDUCED=reduced,
+            TOGETHER=min(_SUMMED_TOGETHER, self._slots),
+            BLOCK=block,
+            **self._common,
         )
+        variant = Variant(combine_recv, {"SHAPE": shape}, fused=False)
         return variant, -(-plan.hidden // block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -16,9 +17,10 @@ from ..blocks import normal_device as block
 from ..blocks.normal_device import DeviceNormalState, NormalFormat, NormalOpening, NormalTensors
 from .launch import Launch, Variant
 from .low_latency import MAX_TOPK
-from .normal_combine import combine_rows
-from .normal_dispatch import dispatch_rows
+from .normal_combine import CombineShape, combine_rows
+from .normal_dispatch import DispatchShape, dispatch_rows
 from .normal_open import open_rows
+from .normal_pipes import ChannelShape
 from .routing import mark_tokens, report_ids
 from .target import CUDA, Target, present_target
 
@@ -66,7 +68,6 @@ class TritonNormalKernels:
             "TOKENS": min(max(_PAIRS // self._ranks, 1), 64 if interpreted else _PAIRS),
             # one for each thread, so that nobody reads for another; and no fewer than there are channels
             "PIPES": max(pipes, _power_of_two(NORMAL_CHANNELS) if interpreted else _THREADS),
-            "STARTS_IN_ORDER": self.target.in_order,
         }
         self._reporting = Variant(report_ids, {})
         # each is made once for its formats, of which an engine has a few
@@ -169,8 +170,7 @@ class TritonNormalKernels:
         return (Launch(variant, (1, 1, 1), (context, state, form.channels, form.node_ranks, *told)),)
 
     def _make_opening(self, kind: int, nodes: bool) -> Variant:
-        shared = {name: self._shared[name] for name in ("RANKS", "TOKENS", "PIPES")}
-        return Variant(open_rows, {"KIND": kind, "NODES": nodes, **shared}, self._warps)
+        return Variant(open_rows, {"SHAPE": ChannelShape(KIND=kind, NODES=nodes, **self._shared)}, self._warps)
 
     def dispatch(
         self,
@@ -210,23 +210,29 @@ class TritonNormalKernels:
         kind = (form.kind, form.node_ranks > 0, form.row_bytes, form.scale_bytes, form.topk)
         return (Launch(self._of_dispatch(*kind), (form.channels, 1, 1), arguments),)
 
-    def _moving(self, row_bytes: int, topk: int) -> dict[str, int]:
-        """Constants of whatever copies rows; all dtypes are copied alike."""
+    def _moving(self, nodes: bool, row_bytes: int, topk: int) -> dict[str, Any]:
+        """Of a :class:`.normal_rows.RowShape`; all dtypes are copied alike."""
         words = row_bytes // 4
         block = min(_BLOCK, _power_of_two(words))
         return {
+            "NODES": nodes,
             "WORDS": words,
             "TOPK": topk,
             "SLOTS": _power_of_two(topk),
             "ROWS": self._rows if self.target.interpreted else min(_ROWS * (_BLOCK // block), _MOST_ROWS),
             "BLOCK": block,
+            "STARTS_IN_ORDER": self.target.in_order,
             **self._shared,
         }
 
     def _make_dispatch(self, kind: int, nodes: bool, row_bytes: int, scale_bytes: int, topk: int) -> Variant:
-        scales = {"SCALE_WORDS": scale_bytes // 4, "SCALES": _power_of_two(scale_bytes // 4)}
-        constants = {"KIND": kind, "NODES": nodes, **scales, **self._moving(row_bytes, topk)}
-        return Variant(dispatch_rows, constants, self._warps, registers=self._registers)
+        shape = DispatchShape(
+            KIND=kind,
+            SCALE_WORDS=scale_bytes // 4,
+            SCALES=_power_of_two(scale_bytes // 4),
+            **self._moving(nodes, row_bytes, topk),
+        )
+        return Variant(dispatch_rows, {"SHAPE": shape}, self._warps, registers=self._registers)
 
     def combine(
         self,
@@ -273,17 +279,17 @@ class TritonNormalKernels:
 
     def _make_combine(self, nodes: bool, dtype: int, row_bytes: int, topk: int, biases: int) -> Variant:
         hidden = row_bytes // element_bytes(dtype)
-        constants = {
-            "NODES": nodes,
-            "HIDDEN": hidden,
-            "DTYPE": dtype,
-            "BIASES": biases,
-            "TOGETHER": min(_TOGETHER, self._ranks),
-            "SUMMED_ROWS": self._rows if self.target.interpreted else _SUM_ROWS,
-            "SUMMED": min(_SUMMED // element_bytes(dtype), _power_of_two(hidden)),
-            **self._moving(row_bytes, topk),
-        }
-        return Variant(combine_rows, constants, self._warps, fused=False, registers=self._registers)
+        shape = CombineShape(
+            KIND=NormalNotify.OPERATION_COMBINE,
+            HIDDEN=hidden,
+            DTYPE=dtype,
+            BIASES=biases,
+            TOGETHER=min(_TOGETHER, self._ranks),
+            SUMMED_ROWS=self._rows if self.target.interpreted else _SUM_ROWS,
+            SUMMED=min(_SUMMED // element_bytes(dtype), _power_of_two(hidden)),
+            **self._moving(nodes, row_bytes, topk),
+        )
+        return Variant(combine_rows, {"SHAPE": shape}, self._warps, fused=False, registers=self._registers)
 
 
 def _told(form: NormalFormat, opening: NormalOpening, capacity: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ combine ends, in rings of whatever size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -23,7 +24,7 @@ from .context import has_failed_now
 from .kernel import kernel
 from .normal_notify import Opening
 from .normal_open import await_opened, first_token, open_operation
-from .normal_pipes import COMBINE, EVERYTHING, STEP, Channel, as_long, channel_of, entry, get, node_of
+from .normal_pipes import EVERYTHING, STEP, Channel, as_long, channel_of, entry, get, node_of
 from .normal_rows import (
     Marks,
     RowShape,
@@ -42,27 +43,6 @@ from .quant import load_floats, load_together, store_floats
 from .words import clock_ns, floats, poke, program_number
 
 _F32 = tl.constexpr(DTYPE_F32)
-#: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
-UNALIGNED = [
-    "channels",
-    "node_ranks",
-    "in_rank",
-    "tokens",
-    "route",
-    "number",
-    "ticket",
-    "shape",
-    "shape_step",
-    "coding",
-    "meta_bytes",
-    "received",
-    "weights",
-    "marks",
-    "kept",
-    "bias_0",
-    "bias_1",
-    "out_weights",
-]
 
 
 class Tensors(NamedTuple):
@@ -90,27 +70,25 @@ class Tensors(NamedTuple):
     meta: tl.tensor
 
 
-class SumShape(NamedTuple):
-    """What sums are compiled for.
+@dataclass(frozen=True, kw_only=True)
+class CombineShape(RowShape):
+    """What :func:`combine_rows` is compiled for.
 
     Attributes:
         HIDDEN, DTYPE: of a row. BIASES: that are added. TOGETHER: pipes whose rows are loaded together.
-        TOPK, SLOTS: weights of a row. ROWS: summed together. BLOCK: values likewise. RANKS: pipes of a row at most.
+        SUMMED_ROWS: summed together. SUMMED: values of each likewise.
     """
 
-    HIDDEN: tl.constexpr
-    DTYPE: tl.constexpr
-    BIASES: tl.constexpr
-    TOGETHER: tl.constexpr
-    TOPK: tl.constexpr
-    SLOTS: tl.constexpr
-    ROWS: tl.constexpr
-    BLOCK: tl.constexpr
-    RANKS: tl.constexpr
+    HIDDEN: int
+    DTYPE: int
+    BIASES: int
+    TOGETHER: int
+    SUMMED_ROWS: int
+    SUMMED: int
 
 
 @triton.jit
-def _give(one: Channel, tensors: Tensors, shape: RowShape) -> tl.tensor:
+def _give(one: Channel, tensors: Tensors, shape: tl.constexpr) -> tl.tensor:
     """Put rows into the pipes of their sources, of each as many as there is room for: how many."""
     moved = tl.full((), 0, tl.int64)
     for step in range(one.ranks):
@@ -138,7 +116,7 @@ def _give(one: Channel, tensors: Tensors, shape: RowShape) -> tl.tensor:
 
 
 @triton.jit
-def _sum_values(one: Channel, index: tl.tensor, many: tl.tensor, column: tl.tensor, shape: SumShape) -> tl.tensor:
+def _sum_values(one: Channel, index: tl.tensor, many: tl.tensor, column: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Sums [rows, values] of the rows ``index`` of this turn from ``many`` pipes each, -0 where those are none."""
     # a zero that changes nothing: adding a row to 0 would lose the sign of a zero
     # rule: a sum of one row is that row
@@ -158,7 +136,9 @@ def _sum_values(one: Channel, index: tl.tensor, many: tl.tensor, column: tl.tens
 
 
 @triton.jit
-def _sum_weights(one: Channel, index: tl.tensor, many: tl.tensor, row_bytes: tl.tensor, shape: SumShape) -> tl.tensor:
+def _sum_weights(
+    one: Channel, index: tl.tensor, many: tl.tensor, row_bytes: tl.tensor, shape: tl.constexpr
+) -> tl.tensor:
     """Sums [rows, slots] of the weights that came with the rows."""
     slot = tl.arange(0, shape.SLOTS)[None, :]
     total = tl.zeros([index.shape[0], shape.SLOTS], tl.float32)
@@ -170,20 +150,20 @@ def _sum_weights(one: Channel, index: tl.tensor, many: tl.tensor, row_bytes: tl.
 
 
 @triton.jit
-def _sum_own(one: Channel, tensors: Tensors, token: tl.tensor, shape: SumShape, NODES: tl.constexpr) -> tl.tensor:
+def _sum_own(one: Channel, tensors: Tensors, token: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Sum the next tokens from ``token`` on whose rows are all there: how many."""
     end = first_token(tensors.tokens, one.index + 1, one.channels)
-    pipes = pipes_of_tokens(one, NODES)
+    pipes = pipes_of_tokens(one, shape.NODES)
     marks = Marks(tensors.in_rank + token * one.ranks, one.ranks, tensors.tokens)
     none = tl.full((), 0, tl.int64)
-    rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), False, False, NODES, shape.RANKS)
+    rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), False, False, shape.NODES, shape.RANKS)
     row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
-    for begin in range(0, rows, shape.ROWS):
-        index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
+    for begin in range(0, rows, shape.SUMMED_ROWS):
+        index = begin + tl.arange(0, shape.SUMMED_ROWS).to(tl.int64)
         inside = index < rows
         each, many = token + index, ways_each(one, index, inside)
-        for start in range(0, shape.HIDDEN, shape.BLOCK):
-            column = start + tl.arange(0, shape.BLOCK)[None, :]
+        for start in range(0, shape.HIDDEN, shape.SUMMED):
+            column = start + tl.arange(0, shape.SUMMED)[None, :]
             wanted = inside[:, None] & (column < shape.HIDDEN)
             total = _sum_values(one, index, many, column, shape)
             if shape.BIASES > 0:
@@ -202,7 +182,7 @@ def _sum_own(one: Channel, tensors: Tensors, token: tl.tensor, shape: SumShape, 
 
 
 @triton.jit
-def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape) -> tl.tensor:
+def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Sum rows of the ranks of this node for the rail peer on ``node``, in the order of its tokens: how many."""
     rail, first = one.ranks + node, node * one.size
     sent, total_rows = get(one, N_SENT, rail), get(one, N_SEND_ROWS, rail)
@@ -215,13 +195,13 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape) -
         rows = plan_rows(one, marks, first, one.size, rows, False, True, True, shape.RANKS)
         row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
         ring, held = get(one, N_OUT_RING, rail), get(one, N_OUT_ROWS, rail)
-        for begin in range(0, rows, shape.ROWS):
-            index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
+        for begin in range(0, rows, shape.SUMMED_ROWS):
+            index = begin + tl.arange(0, shape.SUMMED_ROWS).to(tl.int64)
             inside = index < rows
             many = ways_each(one, index, inside)
             target = row_address(ring, held, one.stride, (sent + index).to(tl.int32))
-            for start in range(0, shape.HIDDEN, shape.BLOCK):
-                column = start + tl.arange(0, shape.BLOCK)[None, :]
+            for start in range(0, shape.HIDDEN, shape.SUMMED):
+                column = start + tl.arange(0, shape.SUMMED)[None, :]
                 wanted = inside[:, None] & (column < shape.HIDDEN)
                 total = _sum_values(one, index, many, column, shape)
                 total = tl.where((many > 0)[:, None], total, 0.0)
@@ -241,51 +221,50 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: SumShape) -
 
 
 @triton.jit
-def _clear(one: Channel, tensors: Tensors, shape: SumShape) -> None:
+def _clear(one: Channel, tensors: Tensors, shape: tl.constexpr) -> None:
     """Make the sums of the channel zero: the rows were not exchanged."""
     end = first_token(tensors.tokens, one.index + 1, one.channels)
     row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
-    for begin in range(first_token(tensors.tokens, one.index, one.channels), end, shape.ROWS):
-        each = begin + tl.arange(0, shape.ROWS).to(tl.int64)
+    for begin in range(first_token(tensors.tokens, one.index, one.channels), end, shape.SUMMED_ROWS):
+        each = begin + tl.arange(0, shape.SUMMED_ROWS).to(tl.int64)
         inside = each < end
-        for start in range(0, shape.HIDDEN, shape.BLOCK):
-            column = start + tl.arange(0, shape.BLOCK)[None, :]
+        for start in range(0, shape.HIDDEN, shape.SUMMED):
+            column = start + tl.arange(0, shape.SUMMED)[None, :]
             wanted = inside[:, None] & (column < shape.HIDDEN)
-            zero = tl.zeros([shape.ROWS, shape.BLOCK], tl.float32)
+            zero = tl.zeros([shape.SUMMED_ROWS, shape.SUMMED], tl.float32)
             store_floats(tensors.out + each * row_bytes, column, zero, wanted, shape.DTYPE)
         if shape.TOPK > 0:
             slot = tl.arange(0, shape.SLOTS)[None, :]
             at = floats(tensors.out_weights + 4 * (each[:, None] * shape.TOPK + slot))
-            tl.store(at, tl.zeros([shape.ROWS, shape.SLOTS], tl.float32), mask=inside[:, None] & (slot < shape.TOPK))
+            zero = tl.zeros([shape.SUMMED_ROWS, shape.SLOTS], tl.float32)
+            tl.store(at, zero, mask=inside[:, None] & (slot < shape.TOPK))
 
 
 @triton.jit
-def _exchange(
-    one: Channel, tensors: Tensors, shape: RowShape, sums: SumShape, NODES: tl.constexpr, PIPES: tl.constexpr
-) -> None:
+def _exchange(one: Channel, tensors: Tensors, shape: tl.constexpr) -> None:
     """All turns of the channel."""
     token = first_token(tensors.tokens, one.index, one.channels)
     start = clock_ns()
     checked, found = start, tl.full((), GOING, tl.int32)
     while found == GOING:
         moved = tl.full((), 0, tl.int64)
-        found = begin_turn(one, NODES, PIPES)
+        found = begin_turn(one, shape.NODES, shape.PIPES)
         if found == GOING:
             moved += _give(one, tensors, shape)
-            if NODES:
+            if shape.NODES:
                 for node in range(one.ranks // one.size):
                     if node != node_of(one):
-                        moved += _sum_for(one, tensors, as_long(node), sums)
+                        moved += _sum_for(one, tensors, as_long(node), shape)
             if token < first_token(tensors.tokens, one.index + 1, one.channels):
-                summed = _sum_own(one, tensors, token, sums, NODES)
+                summed = _sum_own(one, tensors, token, shape)
                 token += summed
                 moved += summed
             left = (token < first_token(tensors.tokens, one.index + 1, one.channels)).to(tl.int32)
-            found, start, checked = end_turn(one, moved, left, start, checked, NODES, PIPES)
-    end_turns(one, found, NODES, PIPES)
+            found, start, checked = end_turn(one, moved, left, start, checked, shape.NODES, shape.PIPES)
+    end_turns(one, found, shape.NODES, shape.PIPES)
 
 
-@kernel(do_not_specialize=UNALIGNED)
+@kernel(aligned=["context", "state", "info", "row_bytes", "x", "out"])
 def combine_rows(
     context: tl.int64,
     state: tl.int64,
@@ -311,30 +290,15 @@ def combine_rows(
     bias_1: tl.int64,
     out: tl.int64,
     out_weights: tl.int64,
-    NODES: tl.constexpr,
-    WORDS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BIASES: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SUMMED_ROWS: tl.constexpr,
-    SUMMED: tl.constexpr,
-    RANKS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PIPES: tl.constexpr,
-    STARTS_IN_ORDER: tl.constexpr,
+    SHAPE: tl.constexpr,
 ) -> None:
     """Combine; grid (channels,). Compile without fused multiply-add. Addresses and sizes are those of
     :class:`.normal_notify.Opening` and :class:`Tensors`, as many arguments as in a dispatch. A token without rows is
     zero, and where the rows were not exchanged every token is."""
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     tokens, meta_bytes, row_bytes = tokens.to(tl.int64), meta_bytes.to(tl.int64), row_bytes.to(tl.int64)
-    program = program_number(state + W_TICKETS, STARTS_IN_ORDER)
-    one = channel_of(context, state, program, channels, node_ranks, row_bytes + meta_bytes, COMBINE, NODES)
+    program = program_number(state + W_TICKETS, SHAPE.STARTS_IN_ORDER)
+    one = channel_of(context, state, program, channels, node_ranks, row_bytes + meta_bytes, SHAPE.KIND, SHAPE.NODES)
     none = tl.full((), 0, tl.int64)
     if program == 0:
         opening = Opening(
@@ -354,7 +318,7 @@ def combine_rows(
             none,
             none,
         )
-        open_operation(one, opening, COMBINE, NODES, RANKS, TOKENS, PIPES)
+        open_operation(one, opening, SHAPE.KIND, SHAPE.NODES, SHAPE.RANKS, SHAPE.TOKENS, SHAPE.PIPES)
     tensors = Tensors(
         x,
         weights,
@@ -371,14 +335,7 @@ def combine_rows(
     )
     opened = await_opened(one)
     if opened != 0:
-        _exchange(
-            one,
-            tensors,
-            RowShape(WORDS, TOPK, SLOTS, 0, 1, ROWS, BLOCK, RANKS),
-            SumShape(HIDDEN, DTYPE, BIASES, TOGETHER, TOPK, SLOTS, SUMMED_ROWS, SUMMED, RANKS),
-            NODES,
-            PIPES,
-        )
+        _exchange(one, tensors, SHAPE)
     if (opened == 0) | has_failed_now(context):
-        _clear(one, tensors, SumShape(HIDDEN, DTYPE, BIASES, TOGETHER, TOPK, SLOTS, SUMMED_ROWS, SUMMED, RANKS))
-    end_kernel(one, NODES, PIPES)
+        _clear(one, tensors, SHAPE)
+    end_kernel(one, SHAPE.NODES, SHAPE.PIPES)

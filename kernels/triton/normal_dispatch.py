@@ -7,6 +7,7 @@ taken out of their pipes, whatever else waits: that is why a dispatch ends.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -15,7 +16,7 @@ import triton.language as tl
 from .blocks import N_ARRIVED, N_FIRST, N_IN_RING, N_IN_ROWS, N_NEXT_TAKEN, N_TAKEN, N_WRONG, W_TICKETS
 from .kernel import kernel
 from .normal_notify import Opening
-from .normal_open import OPENING, await_opened, first_token, open_operation
+from .normal_open import await_opened, first_token, open_operation
 from .normal_pipes import STEP, Channel, as_long, channel_of, entry, get, mark_stride, node_of, turn_marks
 from .normal_rows import (
     Marks,
@@ -38,19 +39,18 @@ from .words import aligned, clock_ns, int32s, int64s, poke, program_number, uint
 #: Rows moved together, the most of compiled code, of which a second set of addresses would be spilled. Of fewer, and in
 #: the interpreter, which moves more, the next addresses are asked for before these rows are stored.
 _CROWDED = tl.constexpr(8)
-#: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
-UNALIGNED = [
-    *OPENING,
-    "topk_idx",
-    "weights",
-    "scales",
-    "out_idx",
-    "out_weights",
-    "out_scales",
-    "marks",
-    "kept",
-    "is_open",
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchShape(RowShape):
+    """What :func:`dispatch_rows` is compiled for.
+
+    Attributes:
+        SCALE_WORDS: of a row; SCALES: rounded up to a power of two, at least 1.
+    """
+
+    SCALE_WORDS: int
+    SCALES: int
 
 
 class Tensors(NamedTuple):
@@ -101,7 +101,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def _store_meta(
-    target: tl.tensor, here: tl.tensor, rows: Rows, first_expert: tl.tensor, experts: tl.tensor, shape: RowShape
+    target: tl.tensor, here: tl.tensor, rows: Rows, first_expert: tl.tensor, experts: tl.tensor, shape: tl.constexpr
 ) -> None:
     """Meta of rows for ranks, or nodes, with ``experts`` experts from ``first_expert`` on, [rows, 1]; ids of others are
     -1."""
@@ -134,7 +134,13 @@ def _store_marks(
 
 @triton.jit
 def _spread(
-    one: Channel, tensors: Tensors, rows: Rows, base: tl.tensor, token: tl.tensor, shape: RowShape, NODES: tl.constexpr
+    one: Channel,
+    tensors: Tensors,
+    rows: Rows,
+    base: tl.tensor,
+    token: tl.tensor,
+    shape: tl.constexpr,
+    NODES: tl.constexpr,
 ) -> None:
     """Copy rows into all pipes that they pass, each loaded once, with their meta: ids count from the experts of rank
     ``base`` on. With NODES some pipes are rails; the rows are tokens ``token``."""
@@ -172,13 +178,13 @@ def _spread(
 
 
 @triton.jit
-def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NODES: tl.constexpr) -> tl.tensor:
+def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Put the next tokens from ``token`` on into the pipes of their ranks: how many were put."""
     end = first_token(tensors.tokens, one.index + 1, one.channels)
-    pipes = pipes_of_tokens(one, NODES)
+    pipes = pipes_of_tokens(one, shape.NODES)
     marks = Marks(tensors.in_rank + token * one.ranks, one.ranks, tensors.tokens)
     none = tl.full((), 0, tl.int64)
-    rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), True, False, NODES, shape.RANKS)
+    rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), True, False, shape.NODES, shape.RANKS)
     for begin in range(0, rows, shape.ROWS):
         index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
         inside = index < rows
@@ -194,12 +200,12 @@ def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: RowShape, NOD
             scale = load_words(tensors.scales + 4 * each * shape.SCALE_WORDS, inside, shape.SCALE_WORDS, shape.SCALES)
         source = tensors.x + each * (4 * shape.WORDS)
         sent = Rows(index, inside, many, source, expert, weight, scale)
-        _spread(one, tensors, sent, none, each, shape, NODES)
+        _spread(one, tensors, sent, none, each, shape, shape.NODES)
     return rows
 
 
 @triton.jit
-def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -> tl.tensor:
+def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Put rows that have come over the rail from ``node`` into the pipes of the ranks of this one: how many."""
     rail, used = one.ranks + node, 2 * shape.TOPK + shape.SCALE_WORDS
     taken = get(one, N_TAKEN, rail)
@@ -244,7 +250,7 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: RowShape) -
 
 
 @triton.jit
-def _receive(one: Channel, tensors: Tensors, shape: RowShape) -> tl.tensor:
+def _receive(one: Channel, tensors: Tensors, shape: tl.constexpr) -> tl.tensor:
     """Take rows out of the pipes of all ranks, and bring them to the outputs: how many."""
     moved = tl.full((), 0, tl.int64)
     for step in range(one.ranks):
@@ -284,29 +290,29 @@ def _receive(one: Channel, tensors: Tensors, shape: RowShape) -> tl.tensor:
 
 
 @triton.jit
-def _exchange(one: Channel, tensors: Tensors, shape: RowShape, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
+def _exchange(one: Channel, tensors: Tensors, shape: tl.constexpr) -> None:
     """All turns of the channel."""
     token = first_token(tensors.tokens, one.index, one.channels)
     start = clock_ns()
     checked, found = start, tl.full((), GOING, tl.int32)
     while found == GOING:
         moved = tl.full((), 0, tl.int64)
-        found = begin_turn(one, NODES, PIPES)
+        found = begin_turn(one, shape.NODES, shape.PIPES)
         if found == GOING:
             if token < first_token(tensors.tokens, one.index + 1, one.channels):
-                sent = _send(one, tensors, token, shape, NODES)
+                sent = _send(one, tensors, token, shape)
                 token += sent
                 moved += sent
-            if NODES:
+            if shape.NODES:
                 for node in range(one.ranks // one.size):
                     if node != node_of(one):
                         moved += _forward(one, tensors, as_long(node), shape)
             moved += _receive(one, tensors, shape)
-            found, start, checked = end_turn(one, moved, 0, start, checked, NODES, PIPES)
-    end_turns(one, found, NODES, PIPES)
+            found, start, checked = end_turn(one, moved, 0, start, checked, shape.NODES, shape.PIPES)
+    end_turns(one, found, shape.NODES, shape.PIPES)
 
 
-@kernel(do_not_specialize=UNALIGNED)
+@kernel(aligned=["context", "state", "info", "row_bytes", "x", "out"])
 def dispatch_rows(
     context: tl.int64,
     state: tl.int64,
@@ -338,19 +344,7 @@ def dispatch_rows(
     out_scales: tl.int64,
     marks: tl.int64,
     kept: tl.int64,
-    KIND: tl.constexpr,
-    NODES: tl.constexpr,
-    WORDS: tl.constexpr,
-    TOPK: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    RANKS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PIPES: tl.constexpr,
-    STARTS_IN_ORDER: tl.constexpr,
+    SHAPE: tl.constexpr,
 ) -> None:
     """Dispatch; grid (channels,). Addresses and sizes are those of :class:`.normal_notify.Opening` and
     :class:`Tensors`: so many arguments, because of a block of them in memory each program would wait to begin.
@@ -358,13 +352,14 @@ def dispatch_rows(
     Args:
         is_open: 0 = open and move, 1 = move what :func:`.normal_open.open_rows` has opened.
         capacity: rows of the outputs; where it is opened here: those promised to be enough, 0 = no promise.
+        SHAPE: a :class:`DispatchShape`.
     """
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     tokens, capacity, meta_bytes = tokens.to(tl.int64), capacity.to(tl.int64), meta_bytes.to(tl.int64)
     row_bytes, local_experts = row_bytes.to(tl.int64), local_experts.to(tl.int64)
-    program = program_number(state + W_TICKETS, STARTS_IN_ORDER)
+    program = program_number(state + W_TICKETS, SHAPE.STARTS_IN_ORDER)
     stride = row_bytes + meta_bytes
-    one = channel_of(context, state, program, channels, node_ranks, stride, KIND, NODES)
+    one = channel_of(context, state, program, channels, node_ranks, stride, SHAPE.KIND, SHAPE.NODES)
     if (program == 0) & (is_open == 0):
         opening = Opening(
             in_rank,
@@ -383,7 +378,7 @@ def dispatch_rows(
             local_experts,
             most_each.to(tl.int64),
         )
-        open_operation(one, opening, KIND, NODES, RANKS, TOKENS, PIPES)
+        open_operation(one, opening, SHAPE.KIND, SHAPE.NODES, SHAPE.RANKS, SHAPE.TOKENS, SHAPE.PIPES)
     tensors = Tensors(
         x,
         in_rank,
@@ -402,5 +397,5 @@ def dispatch_rows(
         kept.to(tl.int64),
     )
     if await_opened(one) != 0:
-        _exchange(one, tensors, RowShape(WORDS, TOPK, SLOTS, SCALE_WORDS, SCALES, ROWS, BLOCK, RANKS), NODES, PIPES)
-    end_kernel(one, NODES, PIPES)
+        _exchange(one, tensors, SHAPE)
+    end_kernel(one, SHAPE.NODES, SHAPE.PIPES)

@@ -348,27 +348,7 @@ def await_opened(one: Channel) -> tl.tensor:
     return (opened == number + 1).to(tl.int32)
 
 
-#: Arguments that differ from call to call, or that a caller need not align: one compiled kernel for all of them.
-OPENING = [
-    "channels",
-    "node_ranks",
-    "in_rank",
-    "tokens",
-    "route",
-    "expert_counts",
-    "number",
-    "ticket",
-    "capacity",
-    "shape",
-    "shape_step",
-    "coding",
-    "meta_bytes",
-    "local_experts",
-    "most_each",
-]
-
-
-@kernel(do_not_specialize=OPENING)
+@kernel(aligned=["context", "state", "info", "row_bytes"])
 def open_rows(
     context: tl.int64,
     state: tl.int64,
@@ -389,19 +369,15 @@ def open_rows(
     meta_bytes: tl.int64,
     local_experts: tl.int64,
     most_each: tl.int64,
-    KIND: tl.constexpr,
-    NODES: tl.constexpr,
-    RANKS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PIPES: tl.constexpr,
+    SHAPE: tl.constexpr,
 ) -> None:
     """Open an operation whose rows a later launch moves; grid (1,). As many arguments as a launch that opens and moves
-    takes before those that say what. Addresses and sizes are those of
-    :class:`.normal_notify.Opening`. Where the ranks part nothing is left to do, and the operation is over."""
+    takes before those that say what. Addresses and sizes are those of :class:`.normal_notify.Opening`, ``SHAPE`` is a
+    :class:`.normal_pipes.ChannelShape`. Where the ranks part nothing is left to do, and the operation is over."""
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     row_bytes, meta_bytes = row_bytes.to(tl.int64), meta_bytes.to(tl.int64)
     first = tl.full((), 0, tl.int64)
-    one = channel_of(context, state, first, channels, node_ranks, row_bytes + meta_bytes, KIND, NODES)
+    one = channel_of(context, state, first, channels, node_ranks, row_bytes + meta_bytes, SHAPE.KIND, SHAPE.NODES)
     opening = Opening(
         in_rank,
         tokens.to(tl.int64),
@@ -419,7 +395,7 @@ def open_rows(
         local_experts.to(tl.int64),
         most_each.to(tl.int64),
     )
-    open_operation(one, opening, KIND, NODES, RANKS, TOKENS, PIPES)
+    open_operation(one, opening, SHAPE.KIND, SHAPE.NODES, SHAPE.RANKS, SHAPE.TOKENS, SHAPE.PIPES)
     before = peek(state + W_NUMBER)
     parted = peek(state + W_OPENED) != before + 1
     # every thread has read what one of them is about to overwrite

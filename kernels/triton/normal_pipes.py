@@ -8,6 +8,7 @@ read or told twice.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -19,6 +20,7 @@ from ...protocol.streams import NORMAL_CHANNELS
 from ..blocks import normal_device
 from .blocks import W_CHUNK_BYTES, W_LANDING, W_LANDING_BYTES, W_LEAST_CHUNK, W_NUMBER, W_STAGING, W_STAGING_BYTES
 from .context import is_live, landing_window, own_rank, peer_window, rank_count, window_address
+from .kernel import Shape
 from .words import divide, int64s, peek
 
 _WORDS, _CHANNELS = tl.constexpr(normal_device.STATE_WORDS), tl.constexpr(NORMAL_CHANNELS)
@@ -32,6 +34,23 @@ _SHIFT, _LINE = tl.constexpr(pipe.STAMP_SHIFT), tl.constexpr(pipe.LINE)
 def as_long(value: tl.tensor) -> tl.tensor:
     """The variable of a loop, which the interpreter makes a plain number, as int64."""
     return tl.full((), 0, tl.int64) + value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelShape(Shape):
+    """What each kernel of normal mode is compiled for.
+
+    Attributes:
+        KIND: OPERATION_*. NODES: rows cross once between nodes.
+        RANKS: pipes of a row, rounded up to a power of two. PIPES: the same of a rank, at least one for each thread.
+        TOKENS: that an opening counts at a time.
+    """
+
+    KIND: int
+    NODES: bool
+    RANKS: int
+    TOKENS: int
+    PIPES: int
 
 
 class Channel(NamedTuple):

@@ -6,6 +6,7 @@ weights (combine), over a rail of a dispatch a bit for each rank of the node tha
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton
@@ -25,27 +26,26 @@ from .blocks import (
     N_SENT,
     N_TAKEN,
 )
-from .normal_pipes import STEP, Channel, get_each, node_of, peer_of, rest, set_each, ways_of
+from .normal_pipes import STEP, Channel, ChannelShape, get_each, node_of, peer_of, rest, set_each, ways_of
 from .words import aligned, int32s, int64s, uint8s
 
 
-class RowShape(NamedTuple):
-    """What a kernel is compiled for.
+@dataclass(frozen=True, kw_only=True)
+class RowShape(ChannelShape):
+    """What a kernel that moves rows is compiled for.
 
     Attributes:
-        WORDS: of 4 bytes in a row.
-        TOPK, SCALE_WORDS: of a row; SLOTS, SCALES: rounded up to powers of two, at least 1.
-        ROWS: moved together. BLOCK: words, or values that are summed, likewise. RANKS: pipes of a row at most.
+        WORDS: of 4 bytes in a row. TOPK: of a row; SLOTS: rounded up to a power of two, at least 1.
+        ROWS: moved together. BLOCK: words of each likewise.
+        STARTS_IN_ORDER: programs start in the order of their numbers.
     """
 
-    WORDS: tl.constexpr
-    TOPK: tl.constexpr
-    SLOTS: tl.constexpr
-    SCALE_WORDS: tl.constexpr
-    SCALES: tl.constexpr
-    ROWS: tl.constexpr
-    BLOCK: tl.constexpr
-    RANKS: tl.constexpr
+    WORDS: int
+    TOPK: int
+    SLOTS: int
+    ROWS: int
+    BLOCK: int
+    STARTS_IN_ORDER: bool
 
 
 class Marks(NamedTuple):
@@ -204,7 +204,7 @@ def row_address(ring: tl.tensor, rows: tl.tensor, stride: tl.tensor, place: tl.t
 
 
 @triton.jit
-def copy_rows(source: tl.tensor, target: tl.tensor, inside: tl.tensor, there: tl.tensor, shape: RowShape) -> None:
+def copy_rows(source: tl.tensor, target: tl.tensor, inside: tl.tensor, there: tl.tensor, shape: tl.constexpr) -> None:
     """Rows of WORDS int32 from addresses ``source`` to addresses ``target``, both [rows] and multiples of 16, for rows
     that are ``inside``; zeros for those whose source is not ``there``."""
     words = tl.arange(0, shape.BLOCK)[None, :]

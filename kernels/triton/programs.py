@@ -10,11 +10,15 @@ waited for runs, or is over: where a device does not promise that, they take the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from .blocks import S_ARRIVALS, S_SINK, T_FINISHED, T_READY, state_table
 from .context import wait_limit
+from .kernel import Shape
 from .wait import FAILURE_PEER_TIMEOUT, fail
 from .words import DEVICE, acquire_each, arrive_last, clock_ns, int64s, peek, poke, settle, uniform
 
@@ -23,6 +27,38 @@ _NEVER = tl.constexpr(-(1 << 62))
 #: Kernels, as stamps tell them apart.
 DISPATCH_SEND, DISPATCH_RECV = tl.constexpr(0), tl.constexpr(1)
 COMBINE_SEND, COMBINE_RECV = tl.constexpr(2), tl.constexpr(3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageShape(Shape):
+    """What each kernel of low latency is compiled for.
+
+    Attributes:
+        ROW_BYTES: of a row on the wire. TOPK: slots of a token; SLOTS: rounded up to a power of two.
+        ROWS, BLOCK: rows, and values or words of each, that a program has at a time; BLOCK is a power of two.
+        STARTS_IN_ORDER: programs start in the order of their numbers.
+    """
+
+    ROW_BYTES: int
+    TOPK: int
+    SLOTS: int
+    ROWS: int
+    BLOCK: int
+    STARTS_IN_ORDER: bool
+
+
+class Message(NamedTuple):
+    """A message of low latency, as programs know it that pack it, wait for it or unpack it; int64 scalars.
+
+    Attributes:
+        context, state, route: addresses of the blocks. peer: who gets it, or sends it. number: in its phase.
+    """
+
+    context: tl.tensor
+    state: tl.tensor
+    route: tl.tensor
+    peer: tl.tensor
+    number: tl.tensor
 
 
 @triton.jit

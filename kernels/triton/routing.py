@@ -13,8 +13,7 @@ from .wait import report_id
 from .words import int32s, int64s, uint8s
 
 
-# any number of tokens with the same compiled code
-@kernel(do_not_specialize=["topk_idx", "tokens", "experts", "ranks"])
+@kernel(aligned=["rank_counts", "expert_counts", "in_rank", "bad"])
 def mark_tokens(
     topk_idx: tl.int64,
     tokens: tl.int64,
@@ -59,7 +58,7 @@ def mark_tokens(
     tl.atomic_add(int32s(rank_counts + 4 * each), counts, mask=(each < ranks) & (counts > 0))
 
 
-@kernel(do_not_specialize=["experts"])
+@kernel(aligned=["context", "state", "bad"])
 def report_ids(context: tl.int64, state: tl.int64, bad: tl.int64, experts: tl.int64) -> None:
     """Tell the host when :func:`mark_tokens` has found an id out of range, which it has counted nowhere; grid (1,)."""
     experts = experts.to(tl.int64)

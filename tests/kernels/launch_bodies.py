@@ -37,6 +37,8 @@ def recorded() -> Iterator[list[Seen]]:
     def note(launch: Launch, ahead: bool) -> None:
         name, module = launch.kernel.__name__, launch.kernel.fn.__module__
         constants = dict(launch.constants)
+        if "SHAPE" in constants:
+            constants["SHAPE"] = vars(constants["SHAPE"])
         if name in _SIZED_FOR_THE_INTERPRETER:
             constants["BLOCK"] = 1024
         seen = (ahead, module, name, launch.arguments, constants, launch.variant.warps, launch.variant.fused)

@@ -32,6 +32,8 @@ def binder_of(module: str, name: str) -> Callable[..., Any]:
 def key(module: str, name: str, arguments: list[int], constants: dict[str, Any], warps: int, fused: bool) -> str:
     """As ``triton.JITFunction.run`` makes it."""
     bind = binder_of(module, name)
+    # a shape, of which the key needs no more than that it tells one from another
+    constants = {each: tuple(one.items()) if isinstance(one, dict) else one for each, one in constants.items()}
     _, specialization, options = bind(*arguments, **constants, num_warps=warps, enable_fp_fusion=fused)
     return f"{name} {compute_cache_key({}, specialization, options)}"
 

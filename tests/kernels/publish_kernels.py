@@ -21,6 +21,7 @@ from uccl_ep_serving.kernels.blocks import low_latency_device as blocks
 from uccl_ep_serving.kernels.blocks import normal_device
 from uccl_ep_serving.kernels.triton import target, words
 from uccl_ep_serving.kernels.triton.ll_message import publish_message
+from uccl_ep_serving.kernels.triton.programs import Message
 from uccl_ep_serving.kernels.triton.publish import put_batch, store_flags
 from uccl_ep_serving.kernels.triton.words import int64s
 from uccl_ep_serving.protocol import context as ctx
@@ -60,7 +61,7 @@ def _assembling() -> Iterator[None]:
 def put(context: tl.int64, state: tl.int64) -> None:
     """The message for the peer that this program serves."""
     none = tl.full((), 0, tl.int64)
-    publish_message(context, state, tl.program_id(0).to(tl.int64), 0, none, none)
+    publish_message(Message(context, state, none, tl.program_id(0).to(tl.int64), none), 0, none)
 
 
 @triton.jit

@@ -151,9 +151,8 @@ def test_no_launch_compares_global_names(triton: str) -> None:
 
 def test_what_a_value_changes_is_seen() -> None:
     """Triton compiles 1 and multiples of 16 apart from other values, unless it is told not to."""
-    constants = {"PAYLOAD": 512, "ROW_BYTES": 512, "CODING": 0, "TOPK": 2, "SLOTS": 2, "ROWS": 1, "BLOCK": 128}
-    constants |= {"STARTS_IN_ORDER": True}
-
+    shape = {"PAYLOAD": 512, "ROW_BYTES": 512, "CODING": 0, "TOPK": 2, "SLOTS": 2, "ROWS": 1, "BLOCK": 128}
+    constants = {"SHAPE": {**shape, "STARTS_IN_ORDER": True}}
     # of `dispatch_recv` with other values of the argument at each of two places
     launches: list[Seen] = []
     for place in (8, 7):
