@@ -78,7 +78,7 @@ def compile_here() -> list[dict[str, Any]]:
 
 def _crosses(constants: Mapping[str, Any]) -> bool:
     """Whether a kernel with these is one between nodes; they stood one by one before they became a shape."""
-    return bool(constants.get("NODES") or getattr(constants.get("SHAPE"), "NODES", False))
+    return bool(constants.get("SHAPE", constants).get("NODES"))
 
 
 def copies_here() -> list[dict[str, Any]]:

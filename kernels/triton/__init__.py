@@ -1,4 +1,4 @@
-"""Kernels of low-latency mode in Triton: for CUDA and ROCm tensors, and interpreted on CPU tensors.
+"""Kernels of both modes in Triton: for CUDA and ROCm tensors, and interpreted on CPU tensors.
 
 Rules that every kernel here keeps, because each was a hang, a race or wrong bits otherwise:
 

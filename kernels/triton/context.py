@@ -47,19 +47,7 @@ def window_address(context: tl.tensor) -> tl.tensor:
 @triton.jit
 def landing_window(context: tl.tensor, peers: tl.tensor) -> tl.tensor:
     """Addresses of this rank's windows that the peers' messages land in. For ranks of the group."""
-    return landing_among(peek(context + _LANDING), peers)
-
-
-@triton.jit
-def landing_table(context: tl.tensor) -> tl.tensor:
-    """What :func:`landing_among` wants, for programs that look often."""
-    return peek(context + _LANDING)
-
-
-@triton.jit
-def landing_among(landings: tl.tensor, peers: tl.tensor) -> tl.tensor:
-    """See :func:`landing_window`."""
-    return peek(landings + 8 * peers)
+    return peek(peek(context + _LANDING) + 8 * peers)
 
 
 @triton.jit

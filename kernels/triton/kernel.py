@@ -25,6 +25,7 @@ def kernel(aligned: Collection[str]) -> Callable[[Callable[..., Any]], Any]:
     def compiled(function: Callable[..., Any]) -> Any:
         name = PREFIX + function.__name__
         arguments = [one for one in inspect.signature(function).parameters if not one.isupper()]
+        assert set(aligned) <= set(arguments), aligned
         others = [one for one in arguments if one not in aligned]
         return triton.jit(repr=lambda _specialization: name, do_not_specialize=others)(function)
 
@@ -32,11 +33,16 @@ def kernel(aligned: Collection[str]) -> Callable[[Callable[..., Any]], Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What a kernel is compiled for: numbers under names in capitals, which it reads as ``tl.constexpr``."""
+class Shape(dict[str, int]):
+    """What a kernel is compiled for: numbers under names in capitals, which it reads as ``tl.constexpr``.
+
+    Triton's keys are made of the text and the hash of a shape, and its hooks are given it as JSON, for which it is a
+    dictionary of its fields, plain numbers. So there is nothing in it but fields: no property, no method.
+    """
 
     def __post_init__(self) -> None:
-        # Triton 3.6 takes plain numbers for constants in some places only, and its interpreter knows nothing else
+        self.update((one.name, getattr(self, one.name)) for one in fields(self))
+        # Triton 3.6 does not take a plain number everywhere. Its interpreter takes nothing else
         if not triton.knobs.runtime.interpret:
-            for one in fields(self):
-                object.__setattr__(self, one.name, tl.constexpr(getattr(self, one.name)))
+            for name, value in self.items():
+                object.__setattr__(self, name, tl.constexpr(value))

@@ -13,20 +13,7 @@ import triton.language as tl
 
 from ...protocol.message import DTYPE_F32, FORM_EXPANDED, FORM_REDUCED, LowLatencyHeader
 from ...protocol.streams import LL_COMBINE
-from .blocks import (
-    P_ROUTE_RETURNS,
-    R_COUNTS,
-    R_PAIRS,
-    R_RETURN_BASE,
-    S_COMBINE_AHEAD,
-    S_COMBINE_READ,
-    S_COMBINE_RECV,
-    S_COMBINE_RECV_STEP,
-    S_TICKETS,
-    T_COMBINE_COME,
-    route_table,
-    state_table,
-)
+from .blocks import P, R, S, T, route_table, state_table
 from .context import has_failed_now, is_live, landing_window, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import mark_read, one_lane
@@ -65,13 +52,13 @@ def _hear(one: Message, waited: tl.tensor, shape: tl.constexpr) -> None:
     live = is_live(context, peer)
     if good & live:
         # what of this needs no message is on its way while that is
-        region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP)
-        header = landing_window(context, peer) + region + peek(route_table(one.route, R_RETURN_BASE, peer))
-        due = peek(route_table(one.route, R_COUNTS if shape.REDUCED else R_PAIRS, peer))
+        region = peek(state + S.COMBINE_RECV) + (number & 1) * peek(state + S.COMBINE_RECV_STEP)
+        header = landing_window(context, peer) + region + peek(route_table(one.route, R.RETURN_BASE, peer))
+        due = peek(route_table(one.route, R.COUNTS if shape.REDUCED else R.PAIRS, peer))
         peers, mine = one_lane(peer)
         good = wait_messages(context, state, peers, mine, mine, _COMBINE, number, waited, start, True)
         if good:
-            come_at = state_table(state, T_COMBINE_COME + (number & 1), peer)
+            come_at = state_table(state, T.COMBINE_COME + (number & 1), peer)
             come = peek(come_at)
             # every thread has read what one of them is about to overwrite
             tl.debug_barrier()
@@ -108,8 +95,6 @@ def combine_recv(
     Reduced form: plain float32 sum over ranks, ascending. Expanded form: weighted float32 sum over top-k slots in slot
     order. Rounded once; a token without experts is zero, and so is one whose rows do not come.
 
-    Eight arguments of a launch.
-
     Args:
         weights: float32[tokens, TOPK], used in the expanded form.
         out: [tokens, HIDDEN] of DTYPE, on a multiple of 16 bytes.
@@ -118,13 +103,13 @@ def combine_recv(
     """
     tokens, waited = tokens.to(tl.int64), waited.to(tl.int64)
     ranks, number = rank_count(context), peek(ticket)
-    mine = program_number(state + S_TICKETS, SHAPE.STARTS_IN_ORDER)
+    mine = program_number(state + S.TICKETS, SHAPE.STARTS_IN_ORDER)
     one = Message(context, state, route, mine, number)
     if mine < ranks:
         _hear(one, waited, SHAPE)
         if mine == 0:
             # only later kernels tell others, which find all of this one done, or that it failed
-            mark_read(state, S_COMBINE_READ, S_COMBINE_AHEAD, number)
+            mark_read(state, S.COMBINE_READ, S.COMBINE_AHEAD, number)
     else:
         columns: tl.constexpr = (SHAPE.HIDDEN + SHAPE.BLOCK - 1) // SHAPE.BLOCK
         program = mine - ranks
@@ -147,7 +132,7 @@ def _sum_rows(
     arguments of the kernel."""
     context, state, route, number = one.context, one.state, one.route, one.number
     width: tl.constexpr = 4 if shape.DTYPE == _F32 else 2
-    returns = route + peek(route + P_ROUTE_RETURNS)
+    returns = route + peek(route + P.ROUTE_RETURNS)
     slot = tl.arange(0, shape.SLOTS)[None, :]
     given = (token[:, None] < tokens) & (slot < shape.TOPK)
     entries = tl.load(int64s(returns + 8 * (token[:, None] * shape.TOPK + slot)), mask=given, other=-1)
@@ -156,7 +141,7 @@ def _sum_rows(
     stamp, stream = stamp_of(COMBINE_RECV, number), stream_of(_COMBINE, number)
     _, ready = await_ready(context, state, ranks, wanted, stamp, stream)
     lacking = tl.max((wanted & (ready == 0)).to(tl.int32), axis=1)
-    region = peek(state + S_COMBINE_RECV) + (number & 1) * peek(state + S_COMBINE_RECV_STEP) + HEADER
+    region = peek(state + S.COMBINE_RECV) + (number & 1) * peek(state + S.COMBINE_RECV_STEP) + HEADER
     wanted_values = ((token < tokens) & (lacking == 0))[:, None] & (value < shape.HIDDEN)
     total = tl.zeros([shape.ROWS, shape.BLOCK], tl.float32)
     for first in range(0, shape.TOPK, shape.TOGETHER):
@@ -167,7 +152,7 @@ def _sum_rows(
             entry = tl.load(int64s(returns + 8 * at), mask=inside, other=-1)
             rank = tl.where(entry >= 0, entry >> 32, 0)
             here = entry >= 0
-            base = landing_window(context, rank) + region + peek(route_table(route, R_RETURN_BASE, rank))
+            base = landing_window(context, rank) + region + peek(route_table(route, R.RETURN_BASE, rank))
             sources += (base + tl.where(here, entry & 0xFFFFFFFF, 0) * shape.ROW_BYTES,)  # type: ignore[assignment]
             there += (here,)  # type: ignore[assignment]
             if not shape.REDUCED:

@@ -14,27 +14,7 @@ import triton.language as tl
 
 from ...protocol.message import DTYPE_F32, FORM_REDUCED, LowLatencyHeader
 from ...protocol.streams import LL_COMBINE
-from .blocks import (
-    P_ROUTE_BEFORE,
-    P_ROUTE_PLACES,
-    P_ROUTE_WEIGHTS,
-    P_TOKENS,
-    R_RECEIVED,
-    R_RETURN_BASE,
-    R_RETURN_FORM,
-    R_RETURN_ROWS,
-    R_RETURN_TO,
-    S_COMBINE_NUMBER,
-    S_COMBINE_RECV,
-    S_COMBINE_RECV_STEP,
-    S_COMBINE_SEND,
-    S_COMBINE_SEND_STEP,
-    S_TICKETS,
-    T_COMBINE_BASE,
-    T_MESSAGE_AT,
-    route_table,
-    state_table,
-)
+from .blocks import P, R, S, T, route_table, state_table
 from .context import has_failed_now, is_live, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import tell_combines_free, wait_space
@@ -81,8 +61,8 @@ def _serve(one: Message, ticket: tl.tensor, start: tl.tensor, shape: tl.constexp
     parity = number & 1
     if source == 0:
         poke(ticket, number)
-    base = peek(route_table(route, R_RETURN_BASE, source))
-    poke(state_table(state, T_COMBINE_BASE + parity, source), base)
+    base = peek(route_table(route, R.RETURN_BASE, source))
+    poke(state_table(state, T.COMBINE_BASE + parity, source), base)
     # the place is read again while waiting
     settle()
     good = has_failed_now(context) == 0
@@ -92,14 +72,14 @@ def _serve(one: Message, ticket: tl.tensor, start: tl.tensor, shape: tl.constexp
         before = tl.full((), 0, tl.int64)
         for first in range(0, ranks, lanes()):
             peers = first + tl.arange(0, lanes()).to(tl.int64)
-            returned = int64s(route_table(route, R_RETURN_ROWS, peers))
+            returned = int64s(route_table(route, R.RETURN_ROWS, peers))
             rows = tl.load(returned, mask=(peers < ranks) & (peers < source), other=0)
             before += tl.sum(rows.to(tl.int32), axis=0)
-        staging = peek(state + S_COMBINE_SEND) + parity * peek(state + S_COMBINE_SEND_STEP)
+        staging = peek(state + S.COMBINE_SEND) + parity * peek(state + S.COMBINE_SEND_STEP)
         staging += offset_among(source, source * HEADER + before * shape.ROW_BYTES)
-        target = peek(state + S_COMBINE_RECV) + parity * peek(state + S_COMBINE_RECV_STEP)
-        target += peek(route_table(route, R_RETURN_TO, source))
-        nbytes = HEADER + peek(route_table(route, R_RETURN_ROWS, source)) * shape.ROW_BYTES
+        target = peek(state + S.COMBINE_RECV) + parity * peek(state + S.COMBINE_RECV_STEP)
+        target += peek(route_table(route, R.RETURN_TO, source))
+        nbytes = HEADER + peek(route_table(route, R.RETURN_ROWS, source)) * shape.ROW_BYTES
         place_message(one, staging, target, nbytes)
         free, good = tell_combines_free(context, state, source, start)
         if good:
@@ -107,9 +87,9 @@ def _serve(one: Message, ticket: tl.tensor, start: tl.tensor, shape: tl.constexp
     # rows are packed beside the header
     tell_ready(state, source, stamp_of(COMBINE_SEND, number), good & live)
     if good & live:
-        message = peek(state_table(state, T_MESSAGE_AT, source))
-        rows = peek(route_table(route, R_RETURN_ROWS, source))
-        coding = (peek(route_table(route, R_RETURN_FORM, source)) << 8) | shape.DTYPE
+        message = peek(state_table(state, T.MESSAGE_AT, source))
+        rows = peek(route_table(route, R.RETURN_ROWS, source))
+        coding = (peek(route_table(route, R.RETURN_FORM, source)) << 8) | shape.DTYPE
         nowhere = tl.full((), 0, tl.int64)
         write_header(one, route, message, rows, coding, nowhere, free, _TAG)
     return good & live
@@ -136,9 +116,9 @@ def combine_send(
     """
     start = clock_ns()
     ranks = rank_count(context)
-    program = program_number(state + S_TICKETS, SHAPE.STARTS_IN_ORDER)
+    program = program_number(state + S.TICKETS, SHAPE.STARTS_IN_ORDER)
     part, source = divide(program, ranks)
-    tokens = peek(route_table(route, R_RECEIVED, source))
+    tokens = peek(route_table(route, R.RECEIVED, source))
     parts = divide(tl.num_programs(0), ranks)[0]
     # a program that has no row is none of those that are counted
     words: tl.constexpr = SHAPE.HIDDEN * (4 if SHAPE.DTYPE == _F32 else 2) // 4
@@ -147,7 +127,7 @@ def combine_send(
     columns = tl.where(_is_reduced(route, source), summed, moved)
     working = tl.maximum(tl.minimum((tokens + SHAPE.ROWS - 1) // SHAPE.ROWS * columns, parts), 1)
     if part < working:
-        number = peek(state + S_COMBINE_NUMBER)
+        number = peek(state + S.COMBINE_NUMBER)
         one = Message(context, state, route, source, number)
         if part == 0:
             told = tl.full((), 1, tl.int1)
@@ -167,16 +147,16 @@ def combine_send(
                 # what this program has acquired with its piece of work: for all threads
                 settle()
                 # read again, so that it is not kept meanwhile
-                number = peek(state + S_COMBINE_NUMBER)
+                number = peek(state + S.COMBINE_NUMBER)
                 if may_publish(state, source, stamp_of(COMBINE_SEND, number)):
                     publish_message(Message(context, state, route, source, number), _COMBINE, start)
                 if last_peer(state, source, ranks):
-                    poke(state + S_COMBINE_NUMBER, number + 1)
+                    poke(state + S.COMBINE_NUMBER, number + 1)
 
 
 @triton.jit
 def _is_reduced(route: tl.tensor, source: tl.tensor) -> tl.tensor:
-    return peek(route_table(route, R_RETURN_FORM, source)) == _REDUCED
+    return peek(route_table(route, R.RETURN_FORM, source)) == _REDUCED
 
 
 @triton.jit
@@ -201,14 +181,14 @@ def _pack_rows(
     layout_range: tl.tensor,
     shape: tl.constexpr,
 ) -> None:
-    """Pack each of ``parts`` parts of the rows for the source, which are cut in ``columns``. The other tensors are
-    arguments of the kernel."""
+    """Pack each of ``parts`` parts of the rows for the source, which are cut in ``columns``. ``x`` and
+    ``layout_range`` are those of the kernel."""
     route, source = one.route, one.peer
-    first_row = peek(state_table(one.state, T_MESSAGE_AT, source)) + HEADER
-    ranks, most = rank_count(one.context), peek(route + P_TOKENS)
+    first_row = peek(state_table(one.state, T.MESSAGE_AT, source)) + HEADER
+    ranks, most = rank_count(one.context), peek(route + P.TOKENS)
     capacity = ranks * most
     width: tl.constexpr = 4 if shape.DTYPE == _F32 else 2
-    places = route + peek(route + P_ROUTE_PLACES) + 4 * source * most * shape.TOPK
+    places = route + peek(route + P.ROUTE_PLACES) + 4 * source * most * shape.TOPK
     reduced = _is_reduced(route, source)
     for piece in range(part, (tokens + shape.ROWS - 1) // shape.ROWS * columns, parts):
         # the interpreter counts loops in integers of Python
@@ -217,7 +197,7 @@ def _pack_rows(
         inside = index < tokens
         if reduced:
             value = column * shape.BLOCK + tl.arange(0, shape.BLOCK)[None, :]
-            weights = route + peek(route + P_ROUTE_WEIGHTS) + 4 * source * most * shape.TOPK
+            weights = route + peek(route + P.ROUTE_WEIGHTS) + 4 * source * most * shape.TOPK
             wanted = inside[:, None] & (value < shape.HIDDEN)
             total = tl.zeros([shape.ROWS, shape.BLOCK], tl.float32)
             for first in range(0, shape.TOPK, shape.TOGETHER):
@@ -237,7 +217,7 @@ def _pack_rows(
                     total += factors[step][:, None] * parts_[step]
             store_floats(first_row + index * shape.ROW_BYTES, value, total, wanted, shape.DTYPE)
         else:
-            before = route + peek(route + P_ROUTE_BEFORE) + 4 * source * most
+            before = route + peek(route + P.ROUTE_BEFORE) + 4 * source * most
             pair = tl.load(int32s(before + 4 * index), mask=inside, other=0).to(tl.int64)
             # of another size than sums: the compiler would give a thread as many words as values, and would have words
             # change threads between load and store

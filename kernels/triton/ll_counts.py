@@ -14,29 +14,7 @@ import triton.language as tl
 from ...protocol.message import HEADER_BYTES, NOTICE_SLOTS, LowLatencyHeader, Notice
 from ...protocol.streams import LL_COMBINE, LL_DISPATCH
 from ...protocol.streams import NOTICE as NOTICE_STREAM
-from .blocks import (
-    S_COMBINE_AHEAD,
-    S_COMBINE_NUMBER,
-    S_COMBINE_READ,
-    S_COMBINE_RECV,
-    S_COMBINE_RECV_STEP,
-    S_DISPATCH_AHEAD,
-    S_DISPATCH_NUMBER,
-    S_DISPATCH_READ,
-    S_DISPATCH_RECV,
-    S_DISPATCH_SLOT,
-    S_NOTICE_RECV,
-    S_NOTICE_SEND,
-    T_COMBINE_BASE,
-    T_COMBINE_COME,
-    T_NOTICES_READ,
-    T_NOTICES_SENT,
-    T_RECV_ACK_COMBINE,
-    T_RECV_ACK_DISPATCH,
-    T_SENT_ACK_COMBINE,
-    T_SENT_ACK_DISPATCH,
-    state_table,
-)
+from .blocks import S, T, state_table
 from .context import (
     arrived_address,
     channel_count,
@@ -90,13 +68,13 @@ def mark_read(state: tl.tensor, READ: tl.constexpr, AHEAD: tl.constexpr, number:
 def free_spaces(context: tl.tensor, state: tl.tensor) -> tl.tensor:
     """Combine messages whose space here is free again, by the arrivals that kernels have seen; see
     :func:`..cpu.ll_message.spaces_free`."""
-    free = peek(state + S_COMBINE_READ)
+    free = peek(state + S.COMBINE_READ)
     ranks = rank_count(context)
     for first in range(0, ranks, lanes()):
         peers = first + tl.arange(0, lanes()).to(tl.int64)
         live = is_live(context, peers)
-        even = tl.load(int64s(state_table(state, T_COMBINE_COME, peers)), mask=live, other=1 << 60)
-        odd = tl.load(int64s(state_table(state, T_COMBINE_COME + 1, peers)), mask=live, other=1 << 60)
+        even = tl.load(int64s(state_table(state, T.COMBINE_COME, peers)), mask=live, other=1 << 60)
+        odd = tl.load(int64s(state_table(state, T.COMBINE_COME + 1, peers)), mask=live, other=1 << 60)
         free = tl.minimum(free, least(tl.minimum(2 * even - 1, 2 * odd)))
     return tl.maximum(free, 0)
 
@@ -104,9 +82,9 @@ def free_spaces(context: tl.tensor, state: tl.tensor) -> tl.tensor:
 @triton.jit
 def take_acks(state: tl.tensor, peer: tl.tensor, dispatched: tl.tensor, combined: tl.tensor) -> tl.tensor:
     """Note the counts of a header of ``peer``. (A claim that cannot be, else -1; the most that it could be.)"""
-    sent, returned = peek(state + S_DISPATCH_NUMBER), peek(state + S_COMBINE_NUMBER)
-    dispatched_at = state_table(state, T_RECV_ACK_DISPATCH, peer)
-    combined_at = state_table(state, T_RECV_ACK_COMBINE, peer)
+    sent, returned = peek(state + S.DISPATCH_NUMBER), peek(state + S.COMBINE_NUMBER)
+    dispatched_at = state_table(state, T.RECV_ACK_DISPATCH, peer)
+    combined_at = state_table(state, T.RECV_ACK_COMBINE, peer)
     known, known_combined = peek(dispatched_at), peek(combined_at)
     wrong = (dispatched < 0) | (dispatched > sent)
     wrong_combined = (combined < 0) | (combined > returned)
@@ -129,8 +107,8 @@ def _message_place(
 
     ``placed``: combine messages before this number have a known place.
     """
-    first = peek(state + tl.where(combine, S_COMBINE_READ, S_DISPATCH_READ))
-    ahead = peek(state + tl.where(combine, S_COMBINE_AHEAD, S_DISPATCH_AHEAD))
+    first = peek(state + tl.where(combine, S.COMBINE_READ, S.DISPATCH_READ))
+    ahead = peek(state + tl.where(combine, S.COMBINE_AHEAD, S.DISPATCH_AHEAD))
     number = first + step
     parity, stream = number & 1, stream_of(tl.where(combine, _COMBINE, _DISPATCH), number)
     header = tl.full((), 0, tl.int64)
@@ -140,11 +118,11 @@ def _message_place(
             count = tl.minimum(count, acquire(arrived_address(context, peer, stream + channel)))
         if count >= number // 2 + 1:
             if combine:
-                header = peek(state + S_COMBINE_RECV) + parity * peek(state + S_COMBINE_RECV_STEP)
-                header += peek(state_table(state, T_COMBINE_BASE + parity, peer))
+                header = peek(state + S.COMBINE_RECV) + parity * peek(state + S.COMBINE_RECV_STEP)
+                header += peek(state_table(state, T.COMBINE_BASE + parity, peer))
             else:
                 slot = parity * rank_count(context) + peer
-                header = peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
+                header = peek(state + S.DISPATCH_RECV) + slot * peek(state + S.DISPATCH_SLOT)
             header += landing_window(context, peer)
     return number, header, stream
 
@@ -168,8 +146,8 @@ def _read_acks(context: tl.tensor, state: tl.tensor, peer: tl.tensor, placed: tl
                 notices = acquire(arrived_address(context, peer, _NOTICE))
                 slot = peer * _NOTICE_SLOTS + (notices - 1) % _NOTICE_SLOTS
                 number, tag = notices - 1, tag * 0 + _NOTICE_TAG
-                header = landing_window(context, peer) + peek(state + S_NOTICE_RECV) + slot * _HEADER
-                read_at = state_table(state, T_NOTICES_READ, peer)
+                header = landing_window(context, peer) + peek(state + S.NOTICE_RECV) + slot * _HEADER
+                read_at = state_table(state, T.NOTICES_READ, peer)
                 fresh = notices > peek(read_at)
                 settle()
                 if fresh:
@@ -199,12 +177,12 @@ def _wait_acks(
     context: tl.tensor, state: tl.tensor, peer: tl.tensor, needed: tl.tensor, PHASE: tl.constexpr, start: tl.tensor
 ) -> tl.tensor:
     """Wait until ``peer`` has said that ``needed`` own messages of the phase are read. False after a failure."""
-    placed = peek(state + S_COMBINE_NUMBER)
-    acked_at = state_table(state, T_RECV_ACK_DISPATCH, peer)
+    placed = peek(state + S.COMBINE_NUMBER)
+    acked_at = state_table(state, T.RECV_ACK_DISPATCH, peer)
     if PHASE == _COMBINE:
         # the message being sent has its place in the peer's route already
         placed += 1
-        acked_at = state_table(state, T_RECV_ACK_COMBINE, peer)
+        acked_at = state_table(state, T.RECV_ACK_COMBINE, peer)
     ending, checked = tl.full((), 0, tl.int32), start
     acked, expected, stream = peek(acked_at), needed, tl.full((), 0, tl.int64) + _NOTICE
     while (acked < needed) & (ending == GO_ON):
@@ -231,9 +209,9 @@ def wait_space(
     ranks = rank_count(context)
     good = tl.full((), 1, tl.int1)
     if PHASE == _DISPATCH:
-        number = peek(state + S_DISPATCH_NUMBER)
+        number = peek(state + S.DISPATCH_NUMBER)
     else:
-        number = peek(state + S_COMBINE_NUMBER)
+        number = peek(state + S.COMBINE_NUMBER)
     if peer != own_rank(context):
         good = _wait_acks(context, state, peer, number - 1, PHASE, start)
     # staging is packed again only when its last writes completed, to whomever they went
@@ -263,7 +241,7 @@ def _send_notice(
     context: tl.tensor, state: tl.tensor, peer: tl.tensor, dispatched: tl.tensor, combined: tl.tensor, start: tl.tensor
 ) -> tl.tensor:
     """Tell ``peer`` both counts now. False after a failure."""
-    sent_at = state_table(state, T_NOTICES_SENT, peer)
+    sent_at = state_table(state, T.NOTICES_SENT, peer)
     sent, mapped = peek(sent_at), peer_window(context, peer)
     needed = sent - _NOTICE_SLOTS + 1
     ending, checked = tl.full((), 0, tl.int32), start
@@ -279,8 +257,8 @@ def _send_notice(
             fail(context, state, code, peer, _NOTICE, done, needed)
     if ending == GO_ON:
         slot = sent % _NOTICE_SLOTS
-        source = peek(state + S_NOTICE_SEND) + (peer * _NOTICE_SLOTS + slot) * _HEADER
-        target = peek(state + S_NOTICE_RECV) + (own_rank(context) * _NOTICE_SLOTS + slot) * _HEADER
+        source = peek(state + S.NOTICE_SEND) + (peer * _NOTICE_SLOTS + slot) * _HEADER
+        target = peek(state + S.NOTICE_RECV) + (own_rank(context) * _NOTICE_SLOTS + slot) * _HEADER
         notice = tl.where(mapped != 0, mapped + target, window_address(context) + source)
         # every thread has read how many were sent, and that the slot's last one is gone
         settle()
@@ -289,8 +267,8 @@ def _send_notice(
         poke(notice + _CONSUMED_DISPATCH, dispatched)
         poke(notice + _CONSUMED_COMBINE, combined)
         poke(sent_at, sent + 1)
-        poke(state_table(state, T_SENT_ACK_DISPATCH, peer), dispatched)
-        poke(state_table(state, T_SENT_ACK_COMBINE, peer), combined)
+        poke(state_table(state, T.SENT_ACK_DISPATCH, peer), dispatched)
+        poke(state_table(state, T.SENT_ACK_COMBINE, peer), combined)
         settle()
         peers, mine = one_lane(peer)
         if mapped != 0:
@@ -306,11 +284,11 @@ def _send_notice(
 def tell_dispatches_read(context: tl.tensor, state: tl.tensor, peer: tl.tensor, start: tl.tensor) -> tl.tensor:
     """Before a dispatch: a notice to ``peer`` when it was not told that its dispatch before last is read. (Own combine
     messages that are free; False after a failure.)"""
-    needed = peek(state + S_DISPATCH_NUMBER) - 1
+    needed = peek(state + S.DISPATCH_NUMBER) - 1
     free = free_spaces(context, state)
     good = tl.full((), 1, tl.int1)
-    if (peer != own_rank(context)) & (peek(state_table(state, T_SENT_ACK_DISPATCH, peer)) < needed):
-        good = _send_notice(context, state, peer, peek(state + S_DISPATCH_READ), free, start)
+    if (peer != own_rank(context)) & (peek(state_table(state, T.SENT_ACK_DISPATCH, peer)) < needed):
+        good = _send_notice(context, state, peer, peek(state + S.DISPATCH_READ), free, start)
     return free, good
 
 
@@ -318,7 +296,7 @@ def tell_dispatches_read(context: tl.tensor, state: tl.tensor, peer: tl.tensor, 
 def tell_combines_free(context: tl.tensor, state: tl.tensor, peer: tl.tensor, start: tl.tensor) -> tl.tensor:
     """Before a combine: wait until the space of the one before last is free, and tell ``peer`` when it was not told.
     (Own combine messages that are free; False after a failure.)"""
-    needed = peek(state + S_COMBINE_NUMBER) - 1
+    needed = peek(state + S.COMBINE_NUMBER) - 1
     ranks = rank_count(context)
     free = free_spaces(context, state)
     good = tl.full((), 1, tl.int1)
@@ -330,7 +308,7 @@ def tell_combines_free(context: tl.tensor, state: tl.tensor, peer: tl.tensor, st
             if good:
                 good = wait_messages(context, state, peers, live, live, _COMBINE, needed, 0, start, True)
         free = needed
-    told = peek(state_table(state, T_SENT_ACK_COMBINE, peer))
+    told = peek(state_table(state, T.SENT_ACK_COMBINE, peer))
     if good & (peer != own_rank(context)) & (told < needed):
-        good = _send_notice(context, state, peer, peek(state + S_DISPATCH_READ), free, start)
+        good = _send_notice(context, state, peer, peek(state + S.DISPATCH_READ), free, start)
     return free, good

@@ -26,28 +26,7 @@ from ...protocol.message import (
     LowLatencyHeader,
 )
 from ...protocol.streams import LL_DISPATCH
-from .blocks import (
-    P_FIRST_ROW,
-    P_LOCAL,
-    P_META,
-    P_ROUTE_BEFORE,
-    P_ROUTE_FILLED,
-    P_ROUTE_PLACES,
-    P_ROUTE_WEIGHTS,
-    P_ROW,
-    P_TOKENS,
-    R_RECEIVED,
-    R_RETURN_FORM,
-    R_RETURN_ROWS,
-    R_RETURN_TO,
-    S_COMBINE_RECV_STEP,
-    S_DISPATCH_AHEAD,
-    S_DISPATCH_READ,
-    S_DISPATCH_RECV,
-    S_DISPATCH_SLOT,
-    S_TICKETS,
-    route_table,
-)
+from .blocks import P, R, S, route_table
 from .context import has_failed_now, is_live, landing_window, rank_count, stream_of
 from .kernel import kernel
 from .ll_counts import mark_read
@@ -81,17 +60,17 @@ class DispatchRecvShape(MessageShape):
 def _landed(one: Message, source: tl.tensor) -> tl.tensor:
     """Address of the message of this number that comes from ``source``."""
     slot = (one.number & 1) * rank_count(one.context) + source
-    first = landing_window(one.context, source) + peek(one.state + S_DISPATCH_RECV)
-    return first + slot * peek(one.state + S_DISPATCH_SLOT)
+    first = landing_window(one.context, source) + peek(one.state + S.DISPATCH_RECV)
+    return first + slot * peek(one.state + S.DISPATCH_SLOT)
 
 
 @triton.jit
 def _note(one: Message, rows: tl.tensor, back: tl.tensor, form: tl.tensor, returned: tl.tensor) -> None:
     """Into the route block: what the source has sent, and where and how that returns."""
-    poke(route_table(one.route, R_RECEIVED, one.peer), rows)
-    poke(route_table(one.route, R_RETURN_TO, one.peer), back)
-    poke(route_table(one.route, R_RETURN_FORM, one.peer), form)
-    poke(route_table(one.route, R_RETURN_ROWS, one.peer), returned)
+    poke(route_table(one.route, R.RECEIVED, one.peer), rows)
+    poke(route_table(one.route, R.RETURN_TO, one.peer), back)
+    poke(route_table(one.route, R.RETURN_FORM, one.peer), form)
+    poke(route_table(one.route, R.RETURN_ROWS, one.peer), returned)
 
 
 @triton.jit
@@ -103,14 +82,14 @@ def _refuse(one: Message, got: tl.tensor, expected: tl.tensor) -> None:
 @triton.jit
 def _take_header(one: Message, message: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Check what the source says, and note it in the route block. False when it is refused."""
-    most = peek(one.route + P_TOKENS)
+    most = peek(one.route + P.TOKENS)
     words = read_header(message)
     coding, told, back = word_of(words, AT_CODING), word_of(words, AT_ROWS), word_of(words, AT_RETURN_OFFSET)
     got, expected = check_header(one, words, _TAG)
     rows, pairs = told & LOW, told >> _PAIRS_SHIFT
     form = tl.where((coding & _WEIGHTED) != 0, _REDUCED, _EXPANDED).to(tl.int64)
     returned = tl.where(form == _REDUCED, rows, pairs)
-    room = peek(one.state + S_COMBINE_RECV_STEP) - HEADER - returned * peek(one.route + P_ROW)
+    room = peek(one.state + S.COMBINE_RECV_STEP) - HEADER - returned * peek(one.route + P.ROW)
     if (got == expected) & ((coding & ~_WEIGHTED) != shape.CODING):
         got, expected = MARK | coding & LOW, expected * 0 + (MARK | shape.CODING)
     if (got == expected) & (rows > most):
@@ -133,9 +112,9 @@ def _take_header(one: Message, message: tl.tensor, shape: tl.constexpr) -> tl.te
 def _lay_out(one: Message, layout_range: tl.tensor, deterministic: tl.tensor) -> tl.tensor:
     """Where the rows of the source begin with each expert, and how many there are. False when the counts are
     refused."""
-    ranks, rows = rank_count(one.context), peek(route_table(one.route, R_RECEIVED, one.peer))
-    local, most = peek(one.route + P_LOCAL), peek(one.route + P_TOKENS).to(tl.int32)
-    filled = one.route + peek(one.route + P_ROUTE_FILLED)
+    ranks, rows = rank_count(one.context), peek(route_table(one.route, R.RECEIVED, one.peer))
+    local, most = peek(one.route + P.LOCAL), peek(one.route + P.TOKENS).to(tl.int32)
+    filled = one.route + peek(one.route + P.ROUTE_FILLED)
     counts = _landed(one, one.peer) + HEADER
     refused = tl.full((), 0, tl.int64)
     for first in range(0, local, lanes()):
@@ -193,9 +172,9 @@ def _hear(
             zero = tl.full((), 0, tl.int64)
             _note(one, zero, zero, zero, zero)
             ranks = rank_count(context)
-            for first in range(0, peek(one.route + P_LOCAL), lanes()):
+            for first in range(0, peek(one.route + P.LOCAL), lanes()):
                 expert = first + tl.arange(0, lanes()).to(tl.int64)
-                inside = expert < peek(one.route + P_LOCAL)
+                inside = expert < peek(one.route + P.LOCAL)
                 none = tl.zeros([lanes()], tl.int64)
                 tl.store(int64s(layout_range + 8 * (expert * ranks + source)), none, mask=inside)
     tell_ready(state, source, stamp_of(DISPATCH_RECV, number), good & live)
@@ -211,7 +190,7 @@ def _close(one: Message, recv_count: tl.tensor, stats: tl.tensor) -> None:
         # what the others have stored, or have found wrong
         settle()
         good = has_failed_now(one.context) == 0
-        filled, local = route + peek(route + P_ROUTE_FILLED), peek(route + P_LOCAL)
+        filled, local = route + peek(route + P.ROUTE_FILLED), peek(route + P.LOCAL)
         for first in range(0, local, lanes()):
             expert = first + tl.arange(0, lanes()).to(tl.int64)
             inside = expert < local
@@ -221,7 +200,7 @@ def _close(one: Message, recv_count: tl.tensor, stats: tl.tensor) -> None:
                 sums = int32s(stats + 4 * expert)
                 tl.store(sums, tl.load(sums, mask=inside, other=0) + count, mask=inside)
         if good:
-            mark_read(one.state, S_DISPATCH_READ, S_DISPATCH_AHEAD, peek(route))
+            mark_read(one.state, S.DISPATCH_READ, S.DISPATCH_AHEAD, one.number)
 
 
 @kernel(aligned=["context", "state", "route", "recv_x", "scales", "recv_count", "src_info", "layout_range"])
@@ -239,7 +218,8 @@ def dispatch_recv(
     deterministic: tl.int64,
     SHAPE: tl.constexpr,
 ) -> None:
-    """Receive the dispatch message of every rank; grid (R * any,). Eleven arguments of a launch.
+    """Receive the dispatch message of every rank; grid (R * any,). So many arguments, because each tensor that it
+    fills is one.
 
     Args:
         recv_x: [L, R * T, H], rows of PAYLOAD bytes without gaps.
@@ -252,7 +232,7 @@ def dispatch_recv(
     """
     stats, waited, deterministic = stats.to(tl.int64), waited.to(tl.int64), deterministic.to(tl.int64)
     ranks, number = rank_count(context), peek(route)
-    program = program_number(state + S_TICKETS, SHAPE.STARTS_IN_ORDER)
+    program = program_number(state + S.TICKETS, SHAPE.STARTS_IN_ORDER)
     part, source = divide(program, ranks)
     one = Message(context, state, route, source, number)
     stamp, stream = stamp_of(DISPATCH_RECV, number), stream_of(_DISPATCH, number)
@@ -265,7 +245,7 @@ def dispatch_recv(
     # a source that was refused or lost is done with at once
     closes = (part == 0) & (good == 0)
     if good:
-        tokens = peek(route_table(route, R_RECEIVED, source))
+        tokens = peek(route_table(route, R.RECEIVED, source))
         parts = divide(tl.num_programs(0), ranks)[0]
         # a program that has no row is none of those that are counted
         working = tl.maximum(tl.minimum((tokens + SHAPE.ROWS - 1) // SHAPE.ROWS, parts), 1)
@@ -289,14 +269,14 @@ def _copy_rows(
     shape: tl.constexpr,
 ) -> None:
     """Copy each of ``parts`` parts of the rows of the source to their places, and keep what a combine needs of the
-    metas. The tensors are arguments of the kernel."""
+    metas."""
     route, source = one.route, one.peer
-    ranks, most = rank_count(one.context), peek(route + P_TOKENS)
-    capacity, local = ranks * most, peek(route + P_LOCAL)
-    meta_size, tokens = peek(route + P_META), peek(route_table(route, R_RECEIVED, source))
-    reduced = peek(route_table(route, R_RETURN_FORM, source)) == _REDUCED
-    returned = peek(route_table(route, R_RETURN_ROWS, source))
-    metas = _landed(one, source) + peek(route + P_FIRST_ROW)
+    ranks, most = rank_count(one.context), peek(route + P.TOKENS)
+    capacity, local = ranks * most, peek(route + P.LOCAL)
+    meta_size, tokens = peek(route + P.META), peek(route_table(route, R.RECEIVED, source))
+    reduced = peek(route_table(route, R.RETURN_FORM, source)) == _REDUCED
+    returned = peek(route_table(route, R.RETURN_ROWS, source))
+    metas = _landed(one, source) + peek(route + P.FIRST_ROW)
     kept = source * most
     slot = tl.arange(0, shape.SLOTS)[None, :]
     for lowest in range(part * shape.ROWS, tokens, parts * shape.ROWS):
@@ -320,12 +300,12 @@ def _copy_rows(
             _refuse(one, lowest, tokens)
         else:
             at = kept * shape.TOPK + index[:, None] * shape.TOPK + slot
-            tl.store(int32s(route + peek(route + P_ROUTE_PLACES) + 4 * at), place, mask=given)
+            tl.store(int32s(route + peek(route + P.ROUTE_PLACES) + 4 * at), place, mask=given)
             if reduced:
                 factors = tl.load(floats(meta[:, None] + 8 + 4 * shape.TOPK + 4 * slot), mask=given, other=0.0)
-                tl.store(floats(route + peek(route + P_ROUTE_WEIGHTS) + 4 * at), factors, mask=given)
+                tl.store(floats(route + peek(route + P.ROUTE_WEIGHTS) + 4 * at), factors, mask=given)
             else:
-                tl.store(int32s(route + peek(route + P_ROUTE_BEFORE) + 4 * (kept + index)), before, mask=inside)
+                tl.store(int32s(route + peek(route + P.ROUTE_BEFORE) + 4 * (kept + index)), before, mask=inside)
             row = tl.where(right, expert * capacity + (layout >> 32) + position, -1)
             tl.store(int32s(src_info + 4 * row), origin[:, None] + tl.zeros(row.shape, tl.int32), mask=right)
             _copy(meta + meta_size, row, inside, recv_x, scales, capacity, shape)

@@ -26,32 +26,7 @@ from ...protocol.message import (
 )
 from ...protocol.streams import LL_DISPATCH
 from ..blocks.low_latency_device import ROUTE_WORDS
-from .blocks import (
-    P_EXPERTS,
-    P_FIRST_ROW,
-    P_LOCAL,
-    P_META,
-    P_ROUTE_EARLIER,
-    P_ROUTE_FILLED,
-    P_ROUTE_RETURNS,
-    P_ROW,
-    P_TOKENS,
-    R_COUNTS,
-    R_PAIRS,
-    R_RETURN_BASE,
-    S_DISPATCH_NUMBER,
-    S_DISPATCH_RECV,
-    S_DISPATCH_SEND,
-    S_DISPATCH_SEND_STEP,
-    S_DISPATCH_SLOT,
-    S_PLACED,
-    S_TICKETS,
-    T_MESSAGE_AT,
-    T_READY,
-    expert_count,
-    route_table,
-    state_table,
-)
+from .blocks import P, R, S, T, expert_count, route_table, state_table
 from .context import channel_count, has_failed_now, is_live, own_rank, peer_window, rank_count, sticky_code, stream_of
 from .kernel import kernel
 from .ll_counts import tell_dispatches_read, wait_space
@@ -127,13 +102,12 @@ def _serve(
     start: tl.tensor,
     shape: tl.constexpr,
 ) -> tl.tensor:
-    """What one of the first programs does for its destination. True when it is the last to do something for that. The
-    tensors are arguments of the kernel."""
+    """What one of the first programs does for its destination. True when it is the last to do something for that."""
     context, state, route, peer, number = one.context, one.state, one.route, one.peer, one.number
     live = is_live(context, peer)
-    stamp, experts = stamp_of(DISPATCH_SEND, number), peek(plan + P_EXPERTS)
-    local = peek(plan + P_LOCAL)
-    earlier = route + peek(plan + P_ROUTE_EARLIER) + 8 * peer * peek(plan + P_TOKENS)
+    stamp, experts = stamp_of(DISPATCH_SEND, number), peek(plan + P.EXPERTS)
+    local = peek(plan + P.LOCAL)
+    earlier = route + peek(plan + P.ROUTE_EARLIER) + 8 * peer * peek(plan + P.TOKENS)
     listed, wrong = list_rows(topk_idx, tokens, peer * local, local, experts, earlier, shape.TOPK)
     good = has_failed_now(context) == 0
     if peer == 0:
@@ -142,7 +116,7 @@ def _serve(
     _place(one, plan, tl.where(live, listed, 0), shape)
     # read again, so that nothing of it is kept while waiting
     settle()
-    rows = int64s(route_table(route, R_COUNTS, peer))
+    rows = int64s(route_table(route, R.COUNTS, peer))
     free = tl.full((), 0, tl.int64)
     if good & live:
         free, good = tell_dispatches_read(context, state, peer, start)
@@ -151,10 +125,10 @@ def _serve(
     # rows are written beside the header
     tell_ready(state, peer, stamp, good & live)
     if good & live:
-        message = peek(state_table(state, T_MESSAGE_AT, peer))
-        told = (peek(route_table(route, R_PAIRS, peer)) << _PAIRS_SHIFT) | tl.load(rows)
+        message = peek(state_table(state, T.MESSAGE_AT, peer))
+        told = (peek(route_table(route, R.PAIRS, peer)) << _PAIRS_SHIFT) | tl.load(rows)
         coding = tl.full((), (_WEIGHTED if shape.REDUCED else 0) | shape.CODING, tl.int64)
-        back = peek(route_table(route, R_RETURN_BASE, peer))
+        back = peek(route_table(route, R.RETURN_BASE, peer))
         write_header(one, plan, message, told, coding, back, free, _TAG)
         settle()
     return finish_one(state, peer) == tl.load(rows) * columns
@@ -167,19 +141,19 @@ def _place(one: Message, plan: tl.tensor, listed: tl.tensor, shape: tl.constexpr
     context, state, route, peer, parity = one.context, one.state, one.route, one.peer, one.number & 1
     rows, pairs = listed & LOW, listed >> 32
     placed = rows | (pairs << _FIELD) | (tl.full((), 1, tl.int64) << (2 * _FIELD))
-    placed = tl.atomic_add(int64s(state + S_PLACED), placed, sem="relaxed", scope="gpu")
+    placed = tl.atomic_add(int64s(state + S.PLACED), placed, sem="relaxed", scope="gpu")
     peers, rows_before = placed >> (2 * _FIELD), placed & _IN_FIELD
     back = rows_before if shape.REDUCED else (placed >> _FIELD) & _IN_FIELD
     # the experts' output may have another dtype than the tokens: space for the widest that was planned
-    base = offset_among(peers, peers * HEADER + back * peek(plan + P_ROW))
-    poke(route_table(route, R_COUNTS, peer), rows)
-    poke(route_table(route, R_PAIRS, peer), pairs)
-    poke(route_table(route, R_RETURN_BASE, peer), base)
-    row, first_row = peek(plan + P_META) + shape.ROW_BYTES, peek(plan + P_FIRST_ROW)
-    source = peek(state + S_DISPATCH_SEND) + parity * peek(state + S_DISPATCH_SEND_STEP)
+    base = offset_among(peers, peers * HEADER + back * peek(plan + P.ROW))
+    poke(route_table(route, R.COUNTS, peer), rows)
+    poke(route_table(route, R.PAIRS, peer), pairs)
+    poke(route_table(route, R.RETURN_BASE, peer), base)
+    row, first_row = peek(plan + P.META) + shape.ROW_BYTES, peek(plan + P.FIRST_ROW)
+    source = peek(state + S.DISPATCH_SEND) + parity * peek(state + S.DISPATCH_SEND_STEP)
     source += offset_among(peers, peers * first_row + rows_before * row)
     slot = parity * rank_count(context) + own_rank(context)
-    target = peek(state + S_DISPATCH_RECV) + slot * peek(state + S_DISPATCH_SLOT)
+    target = peek(state + S.DISPATCH_RECV) + slot * peek(state + S.DISPATCH_SLOT)
     place_message(one, source, target, first_row + rows * row)
 
 
@@ -189,7 +163,7 @@ def _begin_route(one: Message, plan: tl.tensor, local: tl.tensor, wrong: tl.tens
     word = tl.arange(0, _ROUTE_WORDS).to(tl.int64)
     sizes = tl.load(int64s(plan + 8 * word))
     tl.store(int64s(one.route + 8 * word), tl.where(word == 0, one.number, sizes))
-    filled = one.route + peek(plan + P_ROUTE_FILLED)
+    filled = one.route + peek(plan + P.ROUTE_FILLED)
     for first in range(0, local, lanes()):
         expert = first + tl.arange(0, lanes()).to(tl.int64)
         tl.store(int32s(filled + 4 * expert), tl.zeros([lanes()], tl.int32), mask=expert < local)
@@ -212,14 +186,14 @@ def _close(
     published, as far as they may be."""
     # what this program has acquired with its last piece of work: for all threads
     settle()
-    number, local, ranks = peek(state + S_DISPATCH_NUMBER), peek(plan + P_LOCAL), rank_count(context)
+    number, local, ranks = peek(state + S.DISPATCH_NUMBER), peek(plan + P.LOCAL), rank_count(context)
     first, channels = stream_of(_DISPATCH, number), channel_count(context)
     rank, last = tl.ravel(rank)[:, None], tl.ravel(last)[:, None]
     for lowest in range(0, ranks, lanes()):
         peers = lowest + tl.arange(0, lanes()).to(tl.int64)
         closed = tl.max((last & (rank == peers[None, :])).to(tl.int32), axis=0) != 0
         if any_of(closed) != 0:
-            ready_at = int64s(state_table(state, T_READY, tl.where(closed, peers, 0)))
+            ready_at = int64s(state_table(state, T.READY, tl.where(closed, peers, 0)))
             may = closed & (tl.load(ready_at, mask=closed, other=0) == stamp_of(DISPATCH_SEND, number))
             peer = first_of(peers, may)
             while peer != NOBODY:
@@ -240,14 +214,14 @@ def _close(
                 peer = first_of(peers, proxied & (peers > peer))
             if last_peers(state, peers, closed, ranks):
                 # rule: low latency: the send kernel counts its message
-                poke(state + S_DISPATCH_NUMBER, number + 1)
-                poke(state + S_PLACED, 0)
+                poke(state + S.DISPATCH_NUMBER, number + 1)
+                poke(state + S.PLACED, 0)
 
 
 @triton.jit
 def _write_counts(state: tl.tensor, peer: tl.tensor, local: tl.tensor) -> None:
     """How many rows each expert of ``peer`` gets: into the message to it."""
-    counts = peek(state_table(state, T_MESSAGE_AT, peer)) + HEADER
+    counts = peek(state_table(state, T.MESSAGE_AT, peer)) + HEADER
     for first in range(0, local, lanes()):
         expert = first + tl.arange(0, lanes()).to(tl.int64)
         named = int32s(expert_count(state, peer * local + expert))
@@ -269,7 +243,7 @@ def dispatch_send(
     SHAPE: tl.constexpr,
 ) -> None:
     """Send the next dispatch message to every rank and fill a route block; grid (R + ceil(tokens / ROWS) * columns,),
-    any number of columns. Nine arguments of a launch.
+    any number of columns.
 
     Args:
         plan: sizes of the operation, which later kernels find in the route block.
@@ -281,7 +255,7 @@ def dispatch_send(
     """
     tokens = tokens.to(tl.int64)
     ranks = rank_count(context)
-    mine = program_number(state + S_TICKETS, SHAPE.STARTS_IN_ORDER)
+    mine = program_number(state + S.TICKETS, SHAPE.STARTS_IN_ORDER)
     program = mine - ranks
     blocks = (tokens + SHAPE.ROWS - 1) // SHAPE.ROWS
     columns = divide(tl.num_programs(0) - ranks, tl.maximum(blocks, 1))[0]
@@ -289,13 +263,13 @@ def dispatch_send(
     rank = tl.full([SHAPE.ROWS, SHAPE.SLOTS], -1, tl.int32)
     last = tl.zeros([SHAPE.ROWS, SHAPE.SLOTS], tl.int1)
     if program < 0:
-        number = peek(state + S_DISPATCH_NUMBER)
+        number = peek(state + S.DISPATCH_NUMBER)
         one = Message(context, state, route, mine, number)
         done = _serve(one, plan, topk_idx, tokens, columns, start, SHAPE)
         rank += mine.to(tl.int32) + 1
         last |= done
     else:
-        experts, local = peek(plan + P_EXPERTS), peek(plan + P_LOCAL)
+        experts, local = peek(plan + P.EXPERTS), peek(plan + P.LOCAL)
         block, column = divide(program, columns)
         token = block * SHAPE.ROWS + tl.arange(0, SHAPE.ROWS).to(tl.int64)
         slot = tl.arange(0, SHAPE.SLOTS)[None, :]
@@ -306,20 +280,20 @@ def dispatch_send(
         told, ready = goes, goes
         # nobody waits for a program that has no row: the others may have ended the operation
         if uniform(any_of(tl.ravel(goes))) != 0:
-            number = peek(state + S_DISPATCH_NUMBER)
+            number = peek(state + S.DISPATCH_NUMBER)
             stamp, stream = stamp_of(DISPATCH_SEND, number), stream_of(_DISPATCH, number)
             told, ready = await_ready(context, state, peers, goes, stamp, stream)
         within = earlier_equal(rank, SHAPE.SLOTS)
         # a token goes to a rank once
         once = told & (within == 0)
         first = once & ready
-        earlier = route + peek(plan + P_ROUTE_EARLIER) + 8 * (peers * peek(plan + P_TOKENS) + token[:, None])
+        earlier = route + peek(plan + P.ROUTE_EARLIER) + 8 * (peers * peek(plan + P.TOKENS) + token[:, None])
         listed = tl.load(int64s(earlier), mask=ready, other=0)
         row, pairs = listed & LOW, listed >> 32
-        message = tl.load(int64s(state_table(state, T_MESSAGE_AT, peers)), mask=ready, other=0)
-        meta = message + peek(plan + P_FIRST_ROW) + row * (peek(plan + P_META) + SHAPE.ROW_BYTES)
+        message = tl.load(int64s(state_table(state, T.MESSAGE_AT, peers)), mask=ready, other=0)
+        meta = message + peek(plan + P.FIRST_ROW) + row * (peek(plan + P.META) + SHAPE.ROW_BYTES)
         if column == 0:
-            returns = int64s(route + peek(plan + P_ROUTE_RETURNS) + 8 * (token[:, None] * SHAPE.TOPK + slot))
+            returns = int64s(route + peek(plan + P.ROUTE_RETURNS) + 8 * (token[:, None] * SHAPE.TOPK + slot))
             there = rank.to(tl.int64) << 32
             if SHAPE.REDUCED:
                 # by rank, whatever the order of the slots: those before it, then -1
@@ -350,9 +324,9 @@ def dispatch_send(
                 factors = tl.load(floats(weights + 4 * (token[:, None] * SHAPE.TOPK + slot)), mask=inside, other=0.0)
                 some = tl.zeros([SHAPE.ROWS, SHAPE.SLOTS, SHAPE.SLOTS], tl.float32) + factors[:, None, :]
                 tl.store(floats(to + 4 * SHAPE.TOPK), some, mask=wanted)
-        _write_rows(x, token, tokens, meta + peek(plan + P_META), first, column, columns, SHAPE)
+        _write_rows(x, token, tokens, meta + peek(plan + P.META), first, column, columns, SHAPE)
         settle()
-        many = tl.load(int64s(route_table(route, R_COUNTS, peers)), mask=once, other=0)
+        many = tl.load(int64s(route_table(route, R.COUNTS, peers)), mask=once, other=0)
         # also for those to whom nothing may be said any more: an operation ends in every case
         last = once & (finish(state, peers, once) == many * columns)
     if uniform(any_of(tl.ravel(last))) != 0:
@@ -371,7 +345,7 @@ def _write_rows(
     shape: tl.constexpr,
 ) -> None:
     """Cast some values of each token once and store them at each of its ``rows`` [ROWS, SLOTS], where it is the
-    ``first`` slot of a rank. The tensors are arguments of the kernel."""
+    ``first`` slot of a rank."""
     targets = tl.where(first, rows, 0)
     if (shape.CODING == _FP8) | (shape.CODING == _UE8M0):
         width: tl.constexpr = 4 if shape.SOURCE == _F32 else 2

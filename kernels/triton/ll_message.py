@@ -11,18 +11,7 @@ import triton.language as tl
 
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.message import CODING_MARK, HEADER_BYTES, LowLatencyHeader
-from .blocks import (
-    P_PLAN,
-    S_DISPATCH_READ,
-    S_PARTS,
-    T_MESSAGE_AT,
-    T_MESSAGE_BYTES,
-    T_MESSAGE_FROM,
-    T_MESSAGE_TO,
-    T_SENT_ACK_COMBINE,
-    T_SENT_ACK_DISPATCH,
-    state_table,
-)
+from .blocks import P, S, T, state_table
 from .context import channel_count, peer_window, sticky_code, stream_of, window_address
 from .ll_counts import take_acks
 from .programs import Message
@@ -57,10 +46,10 @@ def place_message(one: Message, source: tl.tensor, target: tl.tensor, nbytes: tl
     context, state, peer = one.context, one.state, one.peer
     mapped = peer_window(context, peer)
     at = tl.where(mapped != 0, mapped + target, window_address(context) + source)
-    poke(state_table(state, T_MESSAGE_AT, peer), at)
-    poke(state_table(state, T_MESSAGE_FROM, peer), source)
-    poke(state_table(state, T_MESSAGE_TO, peer), target)
-    poke(state_table(state, T_MESSAGE_BYTES, peer), nbytes)
+    poke(state_table(state, T.MESSAGE_AT, peer), at)
+    poke(state_table(state, T.MESSAGE_FROM, peer), source)
+    poke(state_table(state, T.MESSAGE_TO, peer), target)
+    poke(state_table(state, T.MESSAGE_BYTES, peer), nbytes)
 
 
 @triton.jit
@@ -76,19 +65,19 @@ def write_header(
 ) -> None:
     """The header at address ``message``; ``plan`` is a plan block or a route with its copy."""
     state = one.state
-    read = peek(state + S_DISPATCH_READ)
+    read = peek(state + S.DISPATCH_READ)
     # every thread has read what the peer was told before
     settle()
     poke(message + AT_TAG, tl.full((), TAG, tl.int64))
     poke(message + AT_NUMBER, one.number)
     poke(message + AT_ROWS, rows)
     poke(message + AT_CODING, coding)
-    poke(message + AT_PLAN, peek(plan + P_PLAN))
+    poke(message + AT_PLAN, peek(plan + P.PLAN))
     poke(message + AT_RETURN_OFFSET, return_offset)
     poke(message + _AT_CONSUMED_DISPATCH, read)
     poke(message + _AT_CONSUMED_COMBINE, free)
-    poke(state_table(state, T_SENT_ACK_DISPATCH, one.peer), read)
-    poke(state_table(state, T_SENT_ACK_COMBINE, one.peer), free)
+    poke(state_table(state, T.SENT_ACK_DISPATCH, one.peer), read)
+    poke(state_table(state, T.SENT_ACK_COMBINE, one.peer), free)
 
 
 @triton.jit
@@ -117,12 +106,12 @@ def put_message(one: Message, PHASE: tl.constexpr, start: tl.tensor) -> None:
     """
     context, state, peer = one.context, one.state, one.peer
     first, channels = stream_of(PHASE, one.number), channel_count(context)
-    source = peek(state_table(state, T_MESSAGE_FROM, peer))
-    target = peek(state_table(state, T_MESSAGE_TO, peer))
-    nbytes = peek(state_table(state, T_MESSAGE_BYTES, peer))
+    source = peek(state_table(state, T.MESSAGE_FROM, peer))
+    target = peek(state_table(state, T.MESSAGE_TO, peer))
+    nbytes = peek(state_table(state, T.MESSAGE_BYTES, peer))
     lines = divide((nbytes + _PIECE - 1) // _PIECE + channels - 1, channels)[0]
     piece = lines * _PIECE
-    parts = peek(state + S_PARTS)
+    parts = peek(state + S.PARTS)
     for lowest in range(0, channels, lanes()):
         channel = lowest + tl.arange(0, lanes()).to(tl.int64)
         begin = tl.minimum(channel * piece, nbytes)
@@ -168,7 +157,7 @@ def word_of(words: tl.tensor, AT: tl.constexpr) -> tl.tensor:
 def check_header(one: Message, words: tl.tensor, TAG: tl.constexpr) -> tl.tensor:
     """A message with these ``words`` is of this kind, plan and number; and what it says of the receiver's own messages.
     (A word that is refused, and what it should be: the same where nothing is.)"""
-    plan = peek(one.route + P_PLAN)
+    plan = peek(one.route + P.PLAN)
     got, expected = word_of(words, AT_TAG), tl.full((), TAG, tl.int64)
     if got == expected:
         # rule: low latency: a message of another shape is refused

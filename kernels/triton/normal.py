@@ -21,7 +21,7 @@ from .normal_combine import CombineShape, combine_rows
 from .normal_dispatch import DispatchShape, dispatch_rows
 from .normal_open import open_rows
 from .normal_pipes import ChannelShape
-from .routing import mark_tokens, report_ids
+from .routing import MarkShape, mark_tokens, report_ids
 from .target import CUDA, Target, present_target
 
 #: Threads of a program, and registers of each at most on CUDA: all that there are. Where a kernel calls functions ptxas
@@ -156,7 +156,7 @@ class TritonNormalKernels:
         return (Launch(self._reporting, (1, 1, 1), (context, state, bad, experts)),)
 
     def _make_mark(self, topk: int, block: int) -> Variant:
-        return Variant(mark_tokens, {"TOPK": topk, "RANKS": self._ranks, "BLOCK": block}, warps=4)
+        return Variant(mark_tokens, {"SHAPE": MarkShape(TOPK=topk, RANKS=self._ranks, BLOCK=block)}, warps=4)
 
     # -- the exchange -------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class TritonNormalKernels:
         return (Launch(self._of_dispatch(*kind), (form.channels, 1, 1), arguments),)
 
     def _moving(self, nodes: bool, row_bytes: int, topk: int) -> dict[str, Any]:
-        """Of a :class:`.normal_rows.RowShape`; all dtypes are copied alike."""
+        """Fields of a :class:`.normal_rows.RowShape`; all dtypes are copied alike."""
         words = row_bytes // 4
         block = min(_BLOCK, _power_of_two(words))
         return {

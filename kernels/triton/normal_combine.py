@@ -18,8 +18,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...protocol.message import DTYPE_F32
-from .blocks import N_FIRST, N_LIMIT, N_NEXT_SENT, N_NEXT_TAKEN, N_OUT_RING, N_OUT_ROWS, N_SEND_ROWS, N_SENT, W_TICKETS
+from .blocks import N, W
 from .context import has_failed_now
 from .kernel import kernel
 from .normal_notify import Opening
@@ -41,8 +40,6 @@ from .normal_rows import (
 from .normal_turns import GOING, begin_turn, end_kernel, end_turn, end_turns
 from .quant import load_floats, load_together, store_floats
 from .words import clock_ns, floats, poke, program_number
-
-_F32 = tl.constexpr(DTYPE_F32)
 
 
 class Tensors(NamedTuple):
@@ -94,10 +91,10 @@ def _give(one: Channel, tensors: Tensors, shape: tl.constexpr) -> tl.tensor:
     for step in range(one.ranks):
         # not all ranks write to the same peer first
         pipe = (one.me + step) % one.ranks
-        sent = get(one, N_SENT, pipe)
-        rows = tl.minimum(tl.minimum(get(one, N_SEND_ROWS, pipe), get(one, N_LIMIT, pipe)) - sent, STEP)
+        sent = get(one, N.SENT, pipe)
+        rows = tl.minimum(tl.minimum(get(one, N.SEND_ROWS, pipe), get(one, N.LIMIT, pipe)) - sent, STEP)
         if rows > 0:
-            ring, held, base = get(one, N_OUT_RING, pipe), get(one, N_OUT_ROWS, pipe), get(one, N_FIRST, pipe)
+            ring, held, base = get(one, N.OUT_RING, pipe), get(one, N.OUT_ROWS, pipe), get(one, N.FIRST, pipe)
             for begin in range(0, rows, shape.ROWS):
                 index = sent + begin + tl.arange(0, shape.ROWS).to(tl.int64)
                 row, inside = base + index, index < sent + rows
@@ -110,7 +107,7 @@ def _give(one: Channel, tensors: Tensors, shape: tl.constexpr) -> tl.tensor:
                 if shape.TOPK > 0:
                     store_words(target + 4 * shape.WORDS, weight, inside, shape.TOPK, shape.SLOTS)
                     pad(target + 4 * shape.WORDS, inside, shape.TOPK, tensors.meta)
-            poke(entry(one, N_NEXT_SENT, pipe), sent + rows)
+            poke(entry(one, N.NEXT_SENT, pipe), sent + rows)
             moved += rows
     return moved
 
@@ -157,7 +154,7 @@ def _sum_own(one: Channel, tensors: Tensors, token: tl.tensor, shape: tl.constex
     marks = Marks(tensors.in_rank + token * one.ranks, one.ranks, tensors.tokens)
     none = tl.full((), 0, tl.int64)
     rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), False, False, shape.NODES, shape.RANKS)
-    row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
+    row_bytes: tl.constexpr = 4 * shape.WORDS
     for begin in range(0, rows, shape.SUMMED_ROWS):
         index = begin + tl.arange(0, shape.SUMMED_ROWS).to(tl.int64)
         inside = index < rows
@@ -185,16 +182,16 @@ def _sum_own(one: Channel, tensors: Tensors, token: tl.tensor, shape: tl.constex
 def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Sum rows of the ranks of this node for the rail peer on ``node``, in the order of its tokens: how many."""
     rail, first = one.ranks + node, node * one.size
-    sent, total_rows = get(one, N_SENT, rail), get(one, N_SEND_ROWS, rail)
-    rows = tl.minimum(tl.minimum(total_rows, get(one, N_LIMIT, rail)) - sent, STEP)
+    sent, total_rows = get(one, N.SENT, rail), get(one, N.SEND_ROWS, rail)
+    rows = tl.minimum(tl.minimum(total_rows, get(one, N.LIMIT, rail)) - sent, STEP)
     if rows > 0:
         nbytes = (one.size + 7) // 8
-        row = get(one, N_FIRST, rail) + sent
+        row = get(one, N.FIRST, rail) + sent
         # rule: rows whose marks were not kept are not summed
         marks = Marks(tensors.marks + row * nbytes, nbytes, tensors.kept - row)
         rows = plan_rows(one, marks, first, one.size, rows, False, True, True, shape.RANKS)
-        row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
-        ring, held = get(one, N_OUT_RING, rail), get(one, N_OUT_ROWS, rail)
+        row_bytes: tl.constexpr = 4 * shape.WORDS
+        ring, held = get(one, N.OUT_RING, rail), get(one, N.OUT_ROWS, rail)
         for begin in range(0, rows, shape.SUMMED_ROWS):
             index = begin + tl.arange(0, shape.SUMMED_ROWS).to(tl.int64)
             inside = index < rows
@@ -212,11 +209,11 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: tl.constexp
                 at = floats(target[:, None] + row_bytes + 4 * slot)
                 tl.store(at, factors, mask=inside[:, None] & (slot < shape.TOPK))
                 pad(target + row_bytes, inside, shape.TOPK, tensors.meta)
-        poke(entry(one, N_NEXT_SENT, rail), sent + rows)
+        poke(entry(one, N.NEXT_SENT, rail), sent + rows)
         if sent + rows == total_rows:
             # rows that no sum needs, of a dispatch that received more than was promised, hold nobody up
             for place in range(one.size):
-                poke(entry(one, N_NEXT_TAKEN, first + place), tl.full((), EVERYTHING, tl.int64))
+                poke(entry(one, N.NEXT_TAKEN, first + place), tl.full((), EVERYTHING, tl.int64))
     return rows
 
 
@@ -224,7 +221,7 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: tl.constexp
 def _clear(one: Channel, tensors: Tensors, shape: tl.constexpr) -> None:
     """Make the sums of the channel zero: the rows were not exchanged."""
     end = first_token(tensors.tokens, one.index + 1, one.channels)
-    row_bytes: tl.constexpr = shape.HIDDEN * (4 if shape.DTYPE == _F32 else 2)
+    row_bytes: tl.constexpr = 4 * shape.WORDS
     for begin in range(first_token(tensors.tokens, one.index, one.channels), end, shape.SUMMED_ROWS):
         each = begin + tl.arange(0, shape.SUMMED_ROWS).to(tl.int64)
         inside = each < end
@@ -276,8 +273,8 @@ def combine_rows(
     number: tl.int64,
     info: tl.int64,
     ticket: tl.int64,
-    shape: tl.int64,
-    shape_step: tl.int64,
+    digest: tl.int64,
+    digest_step: tl.int64,
     coding: tl.int64,
     row_bytes: tl.int64,
     meta_bytes: tl.int64,
@@ -292,12 +289,12 @@ def combine_rows(
     out_weights: tl.int64,
     SHAPE: tl.constexpr,
 ) -> None:
-    """Combine; grid (channels,). Compile without fused multiply-add. Addresses and sizes are those of
-    :class:`.normal_notify.Opening` and :class:`Tensors`, as many arguments as in a dispatch. A token without rows is
+    """Combine; grid (channels,). Compile without fused multiply-add. Arguments are those of
+    :class:`.normal_notify.Opening` and :class:`Tensors`, ``SHAPE`` is a :class:`CombineShape`. A token without rows is
     zero, and where the rows were not exchanged every token is."""
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     tokens, meta_bytes, row_bytes = tokens.to(tl.int64), meta_bytes.to(tl.int64), row_bytes.to(tl.int64)
-    program = program_number(state + W_TICKETS, SHAPE.STARTS_IN_ORDER)
+    program = program_number(state + W.TICKETS, SHAPE.STARTS_IN_ORDER)
     one = channel_of(context, state, program, channels, node_ranks, row_bytes + meta_bytes, SHAPE.KIND, SHAPE.NODES)
     none = tl.full((), 0, tl.int64)
     if program == 0:
@@ -310,8 +307,8 @@ def combine_rows(
             info,
             ticket.to(tl.int64),
             none,
-            shape.to(tl.int64),
-            shape_step.to(tl.int64),
+            digest.to(tl.int64),
+            digest_step.to(tl.int64),
             coding.to(tl.int64),
             row_bytes,
             meta_bytes,
@@ -319,20 +316,8 @@ def combine_rows(
             none,
         )
         open_operation(one, opening, SHAPE.KIND, SHAPE.NODES, SHAPE.RANKS, SHAPE.TOKENS, SHAPE.PIPES)
-    tensors = Tensors(
-        x,
-        weights,
-        received.to(tl.int64),
-        in_rank,
-        tokens,
-        marks,
-        kept.to(tl.int64),
-        bias_0,
-        bias_1,
-        out,
-        out_weights,
-        meta_bytes,
-    )
+    received, kept = received.to(tl.int64), kept.to(tl.int64)
+    tensors = Tensors(x, weights, received, in_rank, tokens, marks, kept, bias_0, bias_1, out, out_weights, meta_bytes)
     opened = await_opened(one)
     if opened != 0:
         _exchange(one, tensors, SHAPE)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .blocks import N_ARRIVED, N_FIRST, N_IN_RING, N_IN_ROWS, N_NEXT_TAKEN, N_TAKEN, N_WRONG, W_TICKETS
+from .blocks import N, W
 from .kernel import kernel
 from .normal_notify import Opening
 from .normal_open import await_opened, first_token, open_operation
@@ -36,8 +36,8 @@ from .normal_rows import (
 from .normal_turns import GOING, begin_turn, end_kernel, end_turn, end_turns
 from .words import aligned, clock_ns, int32s, int64s, poke, program_number, uint8s
 
-#: Rows moved together, the most of compiled code, of which a second set of addresses would be spilled. Of fewer, and in
-#: the interpreter, which moves more, the next addresses are asked for before these rows are stored.
+#: With so many rows, the most that compiled code moves together, a second set of addresses would spill. Otherwise the
+#: next addresses are loaded before these rows are stored.
 _CROWDED = tl.constexpr(8)
 
 
@@ -208,9 +208,9 @@ def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: tl.constexpr)
 def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Put rows that have come over the rail from ``node`` into the pipes of the ranks of this one: how many."""
     rail, used = one.ranks + node, 2 * shape.TOPK + shape.SCALE_WORDS
-    taken = get(one, N_TAKEN, rail)
-    rows = tl.minimum(get(one, N_ARRIVED, rail) - taken, STEP)
-    ring, held = get(one, N_IN_RING, rail), get(one, N_IN_ROWS, rail)
+    taken = get(one, N.TAKEN, rail)
+    rows = tl.minimum(get(one, N.ARRIVED, rail) - taken, STEP)
+    ring, held = get(one, N.IN_RING, rail), get(one, N.IN_ROWS, rail)
     if rows > 0:
         # all threads have read the marks of the node before
         settle_plan()
@@ -226,7 +226,7 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: tl.constexp
         first = node * one.size
         rows = plan_rows(one, marks, first, one.size, rows, True, True, True, shape.RANKS)
         if tensors.marks != 0:
-            row = get(one, N_FIRST, rail) + taken + every
+            row = get(one, N.FIRST, rail) + taken + every
             there = (every < rows) & (row < tensors.kept)
             for byte in range(nbytes):
                 mark = tl.load(uint8s(turn_marks(one) + every * stride + byte))
@@ -245,7 +245,7 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: tl.constexp
                 scale = load_words(meta + 8 * shape.TOPK, inside, shape.SCALE_WORDS, shape.SCALES)
             sent = Rows(index, inside, many, source, expert, weight, scale)
             _spread(one, tensors, sent, first, index, shape, False)
-        poke(entry(one, N_NEXT_TAKEN, rail), taken + rows)
+        poke(entry(one, N.NEXT_TAKEN, rail), taken + rows)
     return rows
 
 
@@ -255,10 +255,10 @@ def _receive(one: Channel, tensors: Tensors, shape: tl.constexpr) -> tl.tensor:
     moved = tl.full((), 0, tl.int64)
     for step in range(one.ranks):
         pipe = (one.me + step) % one.ranks
-        taken = get(one, N_TAKEN, pipe)
-        rows = tl.minimum(get(one, N_ARRIVED, pipe) - taken, STEP)
+        taken = get(one, N.TAKEN, pipe)
+        rows = tl.minimum(get(one, N.ARRIVED, pipe) - taken, STEP)
         if rows > 0:
-            ring, held, base = get(one, N_IN_RING, pipe), get(one, N_IN_ROWS, pipe), get(one, N_FIRST, pipe)
+            ring, held, base = get(one, N.IN_RING, pipe), get(one, N.IN_ROWS, pipe), get(one, N.FIRST, pipe)
             for begin in range(0, rows, shape.ROWS):
                 index = taken + begin + tl.arange(0, shape.ROWS).to(tl.int64)
                 row = base + index
@@ -276,7 +276,7 @@ def _receive(one: Channel, tensors: Tensors, shape: tl.constexpr) -> tl.tensor:
                     slot = tl.arange(0, shape.SLOTS)[None, :]
                     wrong = (expert < -1) | (expert >= tensors.local_experts)
                     none = tl.zeros(wrong.shape, tl.int64)
-                    tl.store(int64s(none + entry(one, N_WRONG, pipe)), none + (pipe + 1), mask=wrong)
+                    tl.store(int64s(none + entry(one, N.WRONG, pipe)), none + (pipe + 1), mask=wrong)
                     known = tl.where(wrong, -1, expert).to(tl.int64)
                     at = int64s(tensors.out_idx + 8 * (row[:, None] * shape.TOPK + slot))
                     tl.store(at, known, mask=inside[:, None] & (slot < shape.TOPK))
@@ -284,7 +284,7 @@ def _receive(one: Channel, tensors: Tensors, shape: tl.constexpr) -> tl.tensor:
                 if shape.SCALE_WORDS > 0:
                     target = tensors.out_scales + 4 * row * shape.SCALE_WORDS
                     store_words(target, scale, inside, shape.SCALE_WORDS, shape.SCALES)
-            poke(entry(one, N_NEXT_TAKEN, pipe), taken + rows)
+            poke(entry(one, N.NEXT_TAKEN, pipe), taken + rows)
             moved += rows
     return moved
 
@@ -327,8 +327,8 @@ def dispatch_rows(
     info: tl.int64,
     ticket: tl.int64,
     capacity: tl.int64,
-    shape: tl.int64,
-    shape_step: tl.int64,
+    digest: tl.int64,
+    digest_step: tl.int64,
     coding: tl.int64,
     row_bytes: tl.int64,
     meta_bytes: tl.int64,
@@ -347,7 +347,7 @@ def dispatch_rows(
     SHAPE: tl.constexpr,
 ) -> None:
     """Dispatch; grid (channels,). Addresses and sizes are those of :class:`.normal_notify.Opening` and
-    :class:`Tensors`: so many arguments, because of a block of them in memory each program would wait to begin.
+    :class:`Tensors`. They are arguments one by one: each program would first wait for a block of them in memory.
 
     Args:
         is_open: 0 = open and move, 1 = move what :func:`.normal_open.open_rows` has opened.
@@ -357,7 +357,7 @@ def dispatch_rows(
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     tokens, capacity, meta_bytes = tokens.to(tl.int64), capacity.to(tl.int64), meta_bytes.to(tl.int64)
     row_bytes, local_experts = row_bytes.to(tl.int64), local_experts.to(tl.int64)
-    program = program_number(state + W_TICKETS, SHAPE.STARTS_IN_ORDER)
+    program = program_number(state + W.TICKETS, SHAPE.STARTS_IN_ORDER)
     stride = row_bytes + meta_bytes
     one = channel_of(context, state, program, channels, node_ranks, stride, SHAPE.KIND, SHAPE.NODES)
     if (program == 0) & (is_open == 0):
@@ -370,8 +370,8 @@ def dispatch_rows(
             info,
             ticket.to(tl.int64),
             capacity,
-            shape.to(tl.int64),
-            shape_step.to(tl.int64),
+            digest.to(tl.int64),
+            digest_step.to(tl.int64),
             coding.to(tl.int64),
             row_bytes,
             meta_bytes,

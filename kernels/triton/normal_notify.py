@@ -10,7 +10,7 @@ import triton.language as tl
 from ...protocol.message import CHANNEL_ROWS_BYTES, HEADER_BYTES, NormalNotify
 from ...protocol.streams import NORMAL_CHANNELS, NORMAL_NOTIFY
 from ..blocks import normal_device
-from .blocks import S_SINK, W_NOTIFY_RECV, W_NOTIFY_SEND, W_NOTIFY_STRIDE, W_NUMBER
+from .blocks import S, W
 from .context import arrived_address, completed_address, is_live, landing_window, peer_window, window_address
 from .normal_pipes import COMBINE, EVERYTHING, Channel, node_of, over, rest
 from .normal_progress import note_wrong
@@ -46,7 +46,7 @@ class Opening(NamedTuple):
         number: int64[1], number of the dispatch that the handle is of, written in a first one.
         info: what the host is told (``blocks.normal_device``), in its memory. ticket: of this call, stored there last.
         capacity: rows that were promised to be enough, 0 = no promise.
-        shape, shape_step: the digest that all ranks must share, and what it grows by with ``number``.
+        digest, digest_step: of all sizes, which all ranks must share, and what it grows by with ``number``.
         coding, row_bytes, meta_bytes: of the rows. local_experts: experts of a rank.
         most_each: most experts of a rank that a token can choose.
     """
@@ -59,8 +59,8 @@ class Opening(NamedTuple):
     info: tl.tensor
     ticket: tl.tensor
     capacity: tl.tensor
-    shape: tl.tensor
-    shape_step: tl.tensor
+    digest: tl.tensor
+    digest_step: tl.tensor
     coding: tl.tensor
     row_bytes: tl.tensor
     meta_bytes: tl.tensor
@@ -116,14 +116,14 @@ def _notifies(
     else:
         counted = live & (peer_window(context, inside) == 0)
         at = completed_address(context, inside, NOTIFY)
-    return tl.where(counted, acquire_each(tl.where(counted, at, state + S_SINK)), _MANY)
+    return tl.where(counted, acquire_each(tl.where(counted, at, state + S.SINK)), _MANY)
 
 
 @triton.jit
 def send_notifies(
     one: Channel,
     opening: Opening,
-    shape: tl.tensor,
+    digest: tl.tensor,
     peers: tl.tensor,
     live: tl.tensor,
     start: tl.tensor,
@@ -133,20 +133,20 @@ def send_notifies(
     """Write and publish the notify to the ``live`` peers. The peers have read the slot: they have opened the last
     operation since. A NIC may still repeat the slot's last write, which is waited for: how that ended."""
     context, state = one.context, one.state
-    number, me, ranks = peek(state + W_NUMBER), one.me, one.ranks
+    number, me, ranks = peek(state + W.NUMBER), one.me, one.ranks
     zero = tl.zeros_like(peers)
     ending = wait_notifies(one, peers, live, number - 1, start, False)
     if ending == GO_ON:
-        stride = peek(state + W_NOTIFY_STRIDE)
+        stride = peek(state + W.NOTIFY_STRIDE)
         parity = (number & 1) * ranks * stride
-        source = peek(state + W_NOTIFY_SEND) + parity + peers * stride
-        target = peek(state + W_NOTIFY_RECV) + parity + me * stride + zero
+        source = peek(state + W.NOTIFY_SEND) + parity + peers * stride
+        target = peek(state + W.NOTIFY_RECV) + parity + me * stride + zero
         window = peer_window(context, tl.where(live, peers, 0))
         at = tl.where(window != 0, window + target, window_address(context) + source)
         tl.store(int64s(at), zero + _TAG_VALUE, mask=live)
         tl.store(int64s(at + _AT_NUMBER), zero + number, mask=live)
         tl.store(int64s(at + _AT_CODING), zero + opening.coding, mask=live)
-        tl.store(int64s(at + _AT_SHAPE), zero + shape, mask=live)
+        tl.store(int64s(at + _AT_SHAPE), zero + digest, mask=live)
         tl.store(int64s(at + _AT_ROW_BYTES), zero + opening.row_bytes, mask=live)
         tl.store(int64s(at + _AT_META_BYTES), zero + opening.meta_bytes, mask=live)
         for channel in range(one.channels):
@@ -181,7 +181,7 @@ def send_notifies(
 def take_notifies(
     one: Channel,
     opening: Opening,
-    shape: tl.tensor,
+    digest: tl.tensor,
     peers: tl.tensor,
     live: tl.tensor,
     KIND: tl.constexpr,
@@ -190,8 +190,8 @@ def take_notifies(
     """After the notifies of the ``live`` peers have arrived: read and check them. Peers of another shape; -1 when one
     is refused, which is noted."""
     context, state, ranks = one.context, one.state, one.ranks
-    number, stride = peek(state + W_NUMBER), peek(state + W_NOTIFY_STRIDE)
-    at = landing_window(context, tl.where(live, peers, 0)) + peek(state + W_NOTIFY_RECV)
+    number, stride = peek(state + W.NUMBER), peek(state + W.NOTIFY_STRIDE)
+    at = landing_window(context, tl.where(live, peers, 0)) + peek(state + W.NOTIFY_RECV)
     at += ((number & 1) * ranks + peers) * stride
     tag = tl.load(int64s(at), mask=live, other=0)
     told_number = tl.load(int64s(at + _AT_NUMBER), mask=live, other=0)
@@ -201,7 +201,7 @@ def take_notifies(
     wrong = live & (tag != _TAG_VALUE)
     bad, got, want = bad | wrong, tl.where(wrong, tag, got), tl.where(wrong, _TAG_VALUE, want)
     # rule: normal mode: ranks that were given other operations part before anything is sent
-    other = live & (told_shape != shape)
+    other = live & (told_shape != digest)
     # for the error that the host raises
     told = opening.info + PEER_INFO + peers * PEER_INFO_BYTES
     tl.store(int64s(told), told_shape, mask=other)
@@ -255,8 +255,8 @@ def count_experts(
     """
     broken = tl.full((), 0, tl.int32)
     context, state, me, ranks = one.context, one.state, one.me, one.ranks
-    stride = peek(state + W_NOTIFY_STRIDE)
-    base = peek(state + W_NOTIFY_RECV) + (peek(state + W_NUMBER) & 1) * ranks * stride + _AT_ROWS + _ROWS_BYTES
+    stride = peek(state + W.NOTIFY_STRIDE)
+    base = peek(state + W.NOTIFY_RECV) + (peek(state + W.NUMBER) & 1) * ranks * stride + _AT_ROWS + _ROWS_BYTES
     for first in range(0, opening.local_experts, LANES):
         expert = first + tl.arange(0, LANES).to(tl.int64)
         inside = expert < opening.local_experts

@@ -11,41 +11,7 @@ import triton
 import triton.language as tl
 
 from ...protocol.streams import NORMAL_CHANNELS, NORMAL_COMBINE, NORMAL_DISPATCH
-from .blocks import (
-    I_DIFFERENT,
-    I_OVERFLOW_ROWS,
-    I_RELAYED,
-    I_REMOTE_ROWS,
-    I_SHAPE_MISMATCH,
-    I_TICKET,
-    I_TOTAL,
-    N_ARRIVED,
-    N_FIRST,
-    N_FREED,
-    N_IN_CHUNK,
-    N_IN_RING,
-    N_IN_ROWS,
-    N_LANDING_ROWS,
-    N_LIMIT,
-    N_NEXT_SENT,
-    N_NEXT_TAKEN,
-    N_OUT_CHUNK,
-    N_OUT_RING,
-    N_OUT_ROWS,
-    N_RECV_ROWS,
-    N_SEND_ROWS,
-    N_SENT,
-    N_SHOWN,
-    N_TAKEN,
-    N_WRITTEN,
-    N_WRONG,
-    N_WRONG_GOT,
-    N_WRONG_STREAM,
-    N_WRONG_WANT,
-    S_SINK,
-    W_NUMBER,
-    W_OPENED,
-)
+from .blocks import INFO, N, S, W
 from .context import has_failed, is_live, peer_window, sticky_code, wait_limit
 from .kernel import kernel
 from .normal_notify import (
@@ -144,7 +110,7 @@ def _place(
         at = opening.route + 8 * ((table * one.ranks + rank) * _CHANNELS + channel)
         rows = tl.load(int64s(at), mask=inside, other=0)
         before = total + tl.cumsum(rows, axis=0) - rows
-        set_each(on_channel(one, channel), N_FIRST, begin + rank, inside, before)
+        set_each(on_channel(one, channel), N.FIRST, begin + rank, inside, before)
         total += tl.sum(rows, axis=0)
     return total
 
@@ -178,30 +144,30 @@ def _set_pipes(one: Channel, opening: Opening, KIND: tl.constexpr, NODES: tl.con
     landing = tl.where(window != 0, one.rows, whole(one.rows, send_chunk))
     out_rows = tl.where(window != 0, one.rows, whole(one.staged, send_chunk))
     in_rows = tl.where(window != 0, one.rows, whole(one.rows, receive_chunk))
-    set_each(one, N_IN_CHUNK, pipes, live, receive_chunk)
-    set_each(one, N_OUT_CHUNK, pipes, live, send_chunk)
-    set_each(one, N_LANDING_ROWS, pipes, live, landing)
+    set_each(one, N.IN_CHUNK, pipes, live, receive_chunk)
+    set_each(one, N.OUT_CHUNK, pipes, live, send_chunk)
+    set_each(one, N.LANDING_ROWS, pipes, live, landing)
     every = pipes < 2 * one.ranks
-    set_each(one, N_SEND_ROWS, pipes, every, tl.where(live, send, 0))
-    set_each(one, N_RECV_ROWS, pipes, every, tl.where(live, receive, 0))
-    set_each(one, N_IN_RING, pipes, live, in_ring(one, pipes, peers))
-    set_each(one, N_IN_ROWS, pipes, live, in_rows)
-    set_each(one, N_OUT_RING, pipes, live, out_ring(one, pipes, peers, NODES))
-    set_each(one, N_OUT_ROWS, pipes, live, out_rows)
+    set_each(one, N.SEND_ROWS, pipes, every, tl.where(live, send, 0))
+    set_each(one, N.RECV_ROWS, pipes, every, tl.where(live, receive, 0))
+    set_each(one, N.IN_RING, pipes, live, in_ring(one, pipes, peers))
+    set_each(one, N.IN_ROWS, pipes, live, in_rows)
+    set_each(one, N.OUT_RING, pipes, live, out_ring(one, pipes, peers, NODES))
+    set_each(one, N.OUT_ROWS, pipes, live, out_rows)
     zero = tl.zeros_like(pipes)
-    set_each(one, N_ARRIVED, pipes, every, zero)
-    set_each(one, N_LIMIT, pipes, every, zero)
-    set_each(one, N_WRITTEN, pipes, every, zero)
-    set_each(one, N_SENT, pipes, every, zero)
-    set_each(one, N_NEXT_SENT, pipes, every, zero)
-    set_each(one, N_SHOWN, pipes, every, zero)
-    set_each(one, N_TAKEN, pipes, every, zero)
-    set_each(one, N_NEXT_TAKEN, pipes, every, zero)
-    set_each(one, N_FREED, pipes, every, zero)
+    set_each(one, N.ARRIVED, pipes, every, zero)
+    set_each(one, N.LIMIT, pipes, every, zero)
+    set_each(one, N.WRITTEN, pipes, every, zero)
+    set_each(one, N.SENT, pipes, every, zero)
+    set_each(one, N.NEXT_SENT, pipes, every, zero)
+    set_each(one, N.SHOWN, pipes, every, zero)
+    set_each(one, N.TAKEN, pipes, every, zero)
+    set_each(one, N.NEXT_TAKEN, pipes, every, zero)
+    set_each(one, N.FREED, pipes, every, zero)
     stream = tl.where(one.phase == 0, _DISPATCH_STREAM, _COMBINE_STREAM) + one.index
-    set_each(one, N_WRONG_STREAM, pipes, every, stream)
-    set_each(one, N_WRONG_GOT, pipes, every, zero)
-    set_each(one, N_WRONG_WANT, pipes, every, zero)
+    set_each(one, N.WRONG_STREAM, pipes, every, stream)
+    set_each(one, N.WRONG_GOT, pipes, every, zero)
+    set_each(one, N.WRONG_WANT, pipes, every, zero)
 
 
 @triton.jit
@@ -232,22 +198,22 @@ def _settle_counts(
             inside = ranks < one.ranks
             came += route_of(here, opening.route, RECV, ranks, inside)
             away += route_of(here, opening.route, SEND, ranks, inside & (ranks != one.me))
-        set_each(first, N_ARRIVED, ranks, ranks < one.ranks, came)
+        set_each(first, N.ARRIVED, ranks, ranks < one.ranks, came)
         settle()
         counted = opening.info + PEER_INFO + one.ranks * PEER_INFO_BYTES
-        broken = count_experts(one, opening, counted, entry(first, N_ARRIVED, 0), PIPES)
-        poke(info + I_REMOTE_ROWS, tl.sum(away, axis=0))
-        poke(opening.number, peek(one.state + W_NUMBER))
+        broken = count_experts(one, opening, counted, entry(first, N.ARRIVED, 0), PIPES)
+        poke(info + INFO.REMOTE_ROWS, tl.sum(away, axis=0))
+        poke(opening.number, peek(one.state + W.NUMBER))
         settle()
     total = _place(one, opening, RECV, one.ranks, as_long(0), PIPES)
     if NODES:
         relayed = _place(one, opening, RAIL_RECV, one.ranks // one.size, one.ranks, PIPES)
-        poke(info + I_RELAYED, relayed)
-    poke(info + I_TOTAL, total)
+        poke(info + INFO.RELAYED, relayed)
+    poke(info + INFO.TOTAL, total)
     # rule: normal mode: the host is told that more rows came than num_worst_tokens promised
     if (KIND == DISPATCH) & (opening.capacity > 0):
         if total > opening.capacity:
-            poke(info + I_OVERFLOW_ROWS, total)
+            poke(info + INFO.OVERFLOW_ROWS, total)
     settle()
     for channel in range(one.channels):
         _set_pipes(on_channel(one, as_long(channel)), opening, KIND, NODES, PIPES)
@@ -267,14 +233,14 @@ def open_operation(
     """Tell all peers, then wait for what all peers tell, and tell the host and the other programs."""
     enter()
     context, state = one.context, one.state
-    different, number = tl.full((), -1, tl.int32), peek(state + W_NUMBER)
+    different, number = tl.full((), -1, tl.int32), peek(state + W.NUMBER)
     # of windows that are gone the verdict alone is left
     over = uniform(has_failed(context).to(tl.int32))
     if over == 0:
         over = released(context, state)
     if over == 0:
         start = clock_ns()
-        shape = opening.shape
+        digest = opening.digest
         if KIND == DISPATCH:
             for channel in range(one.channels):
                 _count_tokens(on_channel(one, as_long(channel)), opening, NODES, RANKS, TOKENS)
@@ -282,20 +248,20 @@ def open_operation(
         else:
             # in halves: the product need not fit
             of_handle = peek(opening.number) + 1
-            low, high = opening.shape_step & 0xFFFF, opening.shape_step >> 16
+            low, high = opening.digest_step & 0xFFFF, opening.digest_step >> 16
             step = of_handle * low + (((of_handle * high) & 0x7FFFFFFFFFFF) << 16)
-            shape = (shape + step) & 0x7FFFFFFFFFFFFFFF
+            digest = (digest + step) & 0x7FFFFFFFFFFFFFFF
         every = tl.arange(0, PIPES).to(tl.int64)
         for channel in range(one.channels):
             here = on_channel(one, as_long(channel))
-            set_each(here, N_WRONG, every, every < 2 * one.ranks, tl.zeros_like(every))
+            set_each(here, N.WRONG, every, every < 2 * one.ranks, tl.zeros_like(every))
         settle()
         live = is_live(context, every) & (every != one.me)
-        ending = send_notifies(one, opening, shape, every, live, start, KIND, NODES)
+        ending = send_notifies(one, opening, digest, every, live, start, KIND, NODES)
         if ending == GO_ON:
             ending = wait_notifies(one, every, live, number + 1, start, True)
         if ending == GO_ON:
-            different = take_notifies(one, opening, shape, every, live, KIND, NODES)
+            different = take_notifies(one, opening, digest, every, live, KIND, NODES)
         settle()
         if different == 0:
             if _settle_counts(one, opening, KIND, NODES, PIPES) != 0:
@@ -307,15 +273,15 @@ def open_operation(
             fail_by_notes(one, tl.where(ending == STILL_FULL, FAILURE_RING_FULL, code), PIPES)
     lane = tl.arange(0, PIPES)
     words = tl.zeros([PIPES], tl.int64)
-    sink = state + S_SINK
+    sink = state + S.SINK
     if different > 0:
         # a host that waits for no ticket finds it: what it is about was settled when the notifies were taken
-        release_each(words + opening.info + I_SHAPE_MISMATCH, words + different.to(tl.int64), lane == 0, sink)
-    poke(opening.info + I_DIFFERENT, different.to(tl.int64))
+        release_each(words + opening.info + INFO.SHAPE_MISMATCH, words + different.to(tl.int64), lane == 0, sink)
+    poke(opening.info + INFO.DIFFERENT, different.to(tl.int64))
     settle()
-    release_each(words + opening.info + I_TICKET, words + opening.ticket, lane == 0, sink)
+    release_each(words + opening.info + INFO.TICKET, words + opening.ticket, lane == 0, sink)
     opened = tl.where(different == 0, number + 1, -(number + 1))
-    tl.atomic_xchg(int64s(state + W_OPENED), opened, sem="release", scope="gpu")
+    tl.atomic_xchg(int64s(state + W.OPENED), opened, sem="release", scope="gpu")
     settle()
 
 
@@ -334,11 +300,11 @@ def await_opened(one: Channel) -> tl.tensor:
 
     Program 0 has a limit of its own, and tells even when that is over: twice as long is waited here.
     """
-    number, start = peek(one.state + W_NUMBER), clock_ns()
+    number, start = peek(one.state + W.NUMBER), clock_ns()
     limit = 2 * wait_limit(one.context)
-    opened = acquire(one.state + W_OPENED)
+    opened = acquire(one.state + W.OPENED)
     while (opened != number + 1) & (opened != -(number + 1)):
-        opened = acquire(one.state + W_OPENED)
+        opened = acquire(one.state + W.OPENED)
         late = (clock_ns() - start > limit).to(tl.int32)
         if uniform(late) != 0:
             fail(one.context, one.state, FAILURE_PEER_TIMEOUT, one.me, NOTIFY, 0, 1)
@@ -362,8 +328,8 @@ def open_rows(
     info: tl.int64,
     ticket: tl.int64,
     capacity: tl.int64,
-    shape: tl.int64,
-    shape_step: tl.int64,
+    digest: tl.int64,
+    digest_step: tl.int64,
     coding: tl.int64,
     row_bytes: tl.int64,
     meta_bytes: tl.int64,
@@ -371,8 +337,8 @@ def open_rows(
     most_each: tl.int64,
     SHAPE: tl.constexpr,
 ) -> None:
-    """Open an operation whose rows a later launch moves; grid (1,). As many arguments as a launch that opens and moves
-    takes before those that say what. Addresses and sizes are those of :class:`.normal_notify.Opening`, ``SHAPE`` is a
+    """Open an operation whose rows a later launch moves; grid (1,). It takes the arguments that
+    :func:`.normal_dispatch.dispatch_rows` begins with, without ``is_open``; ``SHAPE`` is a
     :class:`.normal_pipes.ChannelShape`. Where the ranks part nothing is left to do, and the operation is over."""
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     row_bytes, meta_bytes = row_bytes.to(tl.int64), meta_bytes.to(tl.int64)
@@ -387,8 +353,8 @@ def open_rows(
         info,
         ticket.to(tl.int64),
         capacity.to(tl.int64),
-        shape.to(tl.int64),
-        shape_step.to(tl.int64),
+        digest.to(tl.int64),
+        digest_step.to(tl.int64),
         coding.to(tl.int64),
         row_bytes,
         meta_bytes,
@@ -396,9 +362,9 @@ def open_rows(
         most_each.to(tl.int64),
     )
     open_operation(one, opening, SHAPE.KIND, SHAPE.NODES, SHAPE.RANKS, SHAPE.TOKENS, SHAPE.PIPES)
-    before = peek(state + W_NUMBER)
-    parted = peek(state + W_OPENED) != before + 1
+    before = peek(state + W.NUMBER)
+    parted = peek(state + W.OPENED) != before + 1
     # every thread has read what one of them is about to overwrite
     settle()
     if parted:
-        poke(state + W_NUMBER, before + 1)
+        poke(state + W.NUMBER, before + 1)

@@ -18,7 +18,7 @@ from ...protocol import pipe
 from ...protocol.message import NormalNotify
 from ...protocol.streams import NORMAL_CHANNELS
 from ..blocks import normal_device
-from .blocks import W_CHUNK_BYTES, W_LANDING, W_LANDING_BYTES, W_LEAST_CHUNK, W_NUMBER, W_STAGING, W_STAGING_BYTES
+from .blocks import W
 from .context import is_live, landing_window, own_rank, peer_window, rank_count, window_address
 from .kernel import Shape
 from .words import divide, int64s, peek
@@ -98,9 +98,9 @@ def channel_of(
     if NODES:
         size = node_ranks
         incoming, proxied = ranks + ranks // size, ranks // size
-    ring = peek(state + W_LANDING_BYTES) // (incoming * channels) // _LINE * _LINE
-    staging = peek(state + W_STAGING_BYTES) // (proxied * channels) // _LINE * _LINE
-    stamp = (peek(state + W_NUMBER) + 1) << _SHIFT
+    ring = peek(state + W.LANDING_BYTES) // (incoming * channels) // _LINE * _LINE
+    staging = peek(state + W.STAGING_BYTES) // (proxied * channels) // _LINE * _LINE
+    stamp = (peek(state + W.NUMBER) + 1) << _SHIFT
     rows, staged = ring // stride, staging // stride
     me = own_rank(context)
     return Channel(context, state, index, channels, ranks, me, size, phase, stamp, stride, ring, rows, staging, staged)
@@ -109,22 +109,7 @@ def channel_of(
 @triton.jit
 def on_channel(one: Channel, index: tl.tensor) -> Channel:
     """Another channel of the same operation."""
-    return Channel(
-        one.context,
-        one.state,
-        index,
-        one.channels,
-        one.ranks,
-        one.me,
-        one.size,
-        one.phase,
-        one.stamp,
-        one.stride,
-        one.ring,
-        one.rows,
-        one.staging,
-        one.staged,
-    )
+    return Channel(*one[:2], index, *one[3:])
 
 
 @triton.jit
@@ -223,8 +208,8 @@ def is_pipe(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
 def chunk_rows(one: Channel, rows: tl.tensor) -> tl.tensor:
     """Rows of a message, of a proxied pipe of ``rows`` rows: four messages, so that one is under way while others are
     packed and read, unless those would be too short or too long."""
-    least = tl.maximum(over(peek(one.state + W_LEAST_CHUNK), one.stride), 1)
-    most = tl.minimum(over(peek(one.state + W_CHUNK_BYTES), one.stride), tl.minimum(one.rows, one.staged) >> 1)
+    least = tl.maximum(over(peek(one.state + W.LEAST_CHUNK), one.stride), 1)
+    most = tl.minimum(over(peek(one.state + W.CHUNK_BYTES), one.stride), tl.minimum(one.rows, one.staged) >> 1)
     return tl.minimum(tl.maximum((rows + 3) >> 2, least), tl.maximum(most, 1))
 
 
@@ -237,7 +222,7 @@ def whole(rows: tl.tensor, chunk: tl.tensor) -> tl.tensor:
 @triton.jit
 def in_ring(one: Channel, pipes: tl.tensor, peers: tl.tensor) -> tl.tensor:
     """Addresses of the rings that rows of each pipe land in."""
-    at = peek(one.state + W_LANDING) + (pipes * one.channels + one.index) * one.ring
+    at = peek(one.state + W.LANDING) + (pipes * one.channels + one.index) * one.ring
     return landing_window(one.context, peers) + at
 
 
@@ -245,7 +230,7 @@ def in_ring(one: Channel, pipes: tl.tensor, peers: tl.tensor) -> tl.tensor:
 def out_offset(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
     """Offsets in the peers' windows of the rings that rows for them land in."""
     end = other_end(one, pipes, NODES)
-    return peek(one.state + W_LANDING) + (end * one.channels + one.index) * one.ring
+    return peek(one.state + W.LANDING) + (end * one.channels + one.index) * one.ring
 
 
 @triton.jit
@@ -254,7 +239,7 @@ def staging_offset(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.te
     place = pipes
     if NODES:
         place = pipes - one.ranks
-    return peek(one.state + W_STAGING) + (place * one.channels + one.index) * one.staging
+    return peek(one.state + W.STAGING) + (place * one.channels + one.index) * one.staging
 
 
 @triton.jit

@@ -12,32 +12,7 @@ import triton.language as tl
 
 from ...protocol import pipe
 from ...protocol.streams import NORMAL_CHANNELS, NORMAL_COMBINE, NORMAL_DISPATCH
-from .blocks import (
-    N_ARRIVED,
-    N_FREED,
-    N_IN_CHUNK,
-    N_IN_ROWS,
-    N_LANDING_ROWS,
-    N_LIMIT,
-    N_MESSAGES_SENT,
-    N_MESSAGES_TAKEN,
-    N_NEXT_SENT,
-    N_NEXT_TAKEN,
-    N_OUT_CHUNK,
-    N_OUT_ROWS,
-    N_RECV_ROWS,
-    N_SEND_ROWS,
-    N_SENT,
-    N_SHOWN,
-    N_TAKEN,
-    N_WRITTEN,
-    N_WRONG,
-    N_WRONG_GOT,
-    N_WRONG_STREAM,
-    N_WRONG_WANT,
-    S_SINK,
-    W_PIPE_WORDS,
-)
+from .blocks import N, S, W
 from .context import arrived_address, completed_address, landing_window, peer_window
 from .normal_pipes import (
     EVERYTHING,
@@ -73,7 +48,7 @@ def _streams(one: Channel) -> tl.tensor:
 @triton.jit
 def _word_of(one: Channel, word: tl.constexpr, pipes: tl.tensor) -> tl.tensor:
     """Offsets of words of pipes in a window."""
-    return peek(one.state + W_PIPE_WORDS) + 8 * ((word * _CHANNELS + one.index) * (2 * one.ranks) + pipes)
+    return peek(one.state + W.PIPE_WORDS) + 8 * ((word * _CHANNELS + one.index) * (2 * one.ranks) + pipes)
 
 
 @triton.jit
@@ -99,42 +74,42 @@ def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor:
     window = peer_window(one.context, peers)
     mapped, proxied = live & (window != 0), live & (window == 0)
     stream, told, table, told_table = _streams(one)
-    sink = tl.zeros_like(pipes) + one.state + S_SINK
+    sink = tl.zeros_like(pipes) + one.state + S.SINK
     own = landing_window(one.context, peers)
-    send, receive = get_each(one, N_SEND_ROWS, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
-    sent, taken = get_each(one, N_SENT, pipes, live), get_each(one, N_TAKEN, pipes, live)
+    send, receive = get_each(one, N.SEND_ROWS, pipes, live), get_each(one, N.RECV_ROWS, pipes, live)
+    sent, taken = get_each(one, N.SENT, pipes, live), get_each(one, N.TAKEN, pipes, live)
 
     at = tl.where(proxied, arrived_address(one.context, peers, stream), own + _word_of(one, _WORD_ARRIVED, pipes))
     count = acquire_each(tl.where(live, at, sink))
-    messages = count - get_each(one, N_MESSAGES_TAKEN + table, pipes, proxied)
-    came = tl.minimum(tl.maximum(messages, 0) * get_each(one, N_IN_CHUNK, pipes, proxied), receive)
+    messages = count - get_each(one, N.MESSAGES_TAKEN + table, pipes, proxied)
+    came = tl.minimum(tl.maximum(messages, 0) * get_each(one, N.IN_CHUNK, pipes, proxied), receive)
     arrived = tl.where(proxied, came, tl.where(mapped, _stamped(one, count), 0))
-    set_each(one, N_ARRIVED, pipes, live, arrived)
+    set_each(one, N.ARRIVED, pipes, live, arrived)
 
     at = tl.where(proxied, arrived_address(one.context, peers, told), own + _word_of(one, _WORD_FREED, pipes))
     count = acquire_each(tl.where(live, at, sink))
     at = tl.where(proxied, completed_address(one.context, peers, stream), sink)
-    done = acquire_each(at) - get_each(one, N_MESSAGES_SENT + table, pipes, proxied)
+    done = acquire_each(at) - get_each(one, N.MESSAGES_SENT + table, pipes, proxied)
     freed = _stamped(one, count)
-    out_rows = get_each(one, N_OUT_ROWS, pipes, live)
-    chunk, ring = get_each(one, N_OUT_CHUNK, pipes, proxied), get_each(one, N_LANDING_ROWS, pipes, proxied)
+    out_rows = get_each(one, N.OUT_ROWS, pipes, live)
+    chunk, ring = get_each(one, N.OUT_CHUNK, pipes, proxied), get_each(one, N.LANDING_ROWS, pipes, proxied)
     each, needed = _told_rows(send, tl.maximum(chunk, 1), ring)
-    messages = count - get_each(one, N_MESSAGES_TAKEN + told_table, pipes, proxied)
+    messages = count - get_each(one, N.MESSAGES_TAKEN + told_table, pipes, proxied)
     landing = ring + tl.minimum(tl.maximum(messages, 0), needed) * each
     # what a NIC may repeat is written over when it is over, in the staging and where it lands
     staging = done * chunk + tl.minimum(out_rows, ring)
-    set_each(one, N_WRITTEN, pipes, proxied, done)
+    set_each(one, N.WRITTEN, pipes, proxied, done)
     limit = tl.where(mapped, tl.minimum(freed, sent) + out_rows, tl.minimum(landing, staging))
-    set_each(one, N_LIMIT, pipes, live, limit)
+    set_each(one, N.LIMIT, pipes, live, limit)
 
     # rule: normal mode: a peer tells of no more rows than it has, and of none that do not fit
-    most = tl.minimum(receive, taken + get_each(one, N_IN_ROWS, pipes, live))
+    most = tl.minimum(receive, taken + get_each(one, N.IN_ROWS, pipes, live))
     blamed = tl.where((one.phase == 0) & (pipes < one.ranks), pipes, peers)
     broken = note_wrong(one, pipes, mapped & (arrived > most), blamed, stream, arrived, most)
     # rule: normal mode: a peer has read no more rows than there were
     wrong = mapped & (freed > sent) & (freed != EVERYTHING)
     broken |= note_wrong(one, pipes, wrong, peers, told, freed, sent)
-    broken |= any_of(get_each(one, N_WRONG, pipes, live) != 0)
+    broken |= any_of(get_each(one, N.WRONG, pipes, live) != 0)
     settle()
     return broken
 
@@ -154,10 +129,10 @@ def note_wrong(
     A program fails at one place, once it has left its loop: the compiler would repeat what that takes at each place,
     and Triton 3.6 and 3.7 put a barrier of it where not all warps of AMD's get in a loop.
     """
-    set_each(one, N_WRONG, pipes, bad, blamed + 1)
-    set_each(one, N_WRONG_STREAM, pipes, bad, stream)
-    set_each(one, N_WRONG_GOT, pipes, bad, got)
-    set_each(one, N_WRONG_WANT, pipes, bad, want)
+    set_each(one, N.WRONG, pipes, bad, blamed + 1)
+    set_each(one, N.WRONG_STREAM, pipes, bad, stream)
+    set_each(one, N.WRONG_GOT, pipes, bad, got)
+    set_each(one, N.WRONG_WANT, pipes, bad, want)
     return any_of(bad)
 
 
@@ -167,11 +142,11 @@ def fail_by_notes(one: Channel, code: tl.tensor, PIPES: tl.constexpr) -> None:
     settle()
     pipes = tl.arange(0, PIPES).to(tl.int64)
     inside = pipes < 2 * one.ranks
-    blamed = get_each(one, N_WRONG, pipes, inside)
+    blamed = get_each(one, N.WRONG, pipes, inside)
     bad = blamed != 0
     if any_of(bad) != 0:
-        on = get_each(one, N_WRONG_STREAM, pipes, bad)
-        got, want = get_each(one, N_WRONG_GOT, pipes, bad), get_each(one, N_WRONG_WANT, pipes, bad)
+        on = get_each(one, N.WRONG_STREAM, pipes, bad)
+        got, want = get_each(one, N.WRONG_GOT, pipes, bad), get_each(one, N.WRONG_WANT, pipes, bad)
         fail_at(one.context, one.state, code, blamed - 1, bad, on, got, want)
 
 
@@ -185,14 +160,14 @@ def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor
     window = peer_window(one.context, peers)
     mapped, proxied = live & (window != 0), live & (window == 0)
     stream, told, _, _ = _streams(one)
-    sink = one.state + S_SINK
+    sink = one.state + S.SINK
     end = other_end(one, pipes, NODES)
-    sent, taken = get_each(one, N_NEXT_SENT, pipes, live), get_each(one, N_NEXT_TAKEN, pipes, live)
-    shown, freed = get_each(one, N_SHOWN, pipes, live), get_each(one, N_FREED, pipes, live)
-    send, receive = get_each(one, N_SEND_ROWS, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
-    in_rows = get_each(one, N_IN_ROWS, pipes, live)
-    set_each(one, N_SENT, pipes, live, sent)
-    set_each(one, N_TAKEN, pipes, live, taken)
+    sent, taken = get_each(one, N.NEXT_SENT, pipes, live), get_each(one, N.NEXT_TAKEN, pipes, live)
+    shown, freed = get_each(one, N.SHOWN, pipes, live), get_each(one, N.FREED, pipes, live)
+    send, receive = get_each(one, N.SEND_ROWS, pipes, live), get_each(one, N.RECV_ROWS, pipes, live)
+    in_rows = get_each(one, N.IN_ROWS, pipes, live)
+    set_each(one, N.SENT, pipes, live, sent)
+    set_each(one, N.TAKEN, pipes, live, taken)
 
     more = mapped & (sent > shown)
     release_each(window + _word_of(one, _WORD_ARRIVED, end), one.stamp + sent, more, sink)
@@ -200,13 +175,13 @@ def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor
     free = mapped & (taken > freed) & (receive > in_rows) & (2 * (taken - freed) >= in_rows)
     release_each(window + _word_of(one, _WORD_FREED, end), one.stamp + taken, free, sink)
 
-    chunk = tl.maximum(get_each(one, N_OUT_CHUNK, pipes, proxied), 1)
+    chunk = tl.maximum(get_each(one, N.OUT_CHUNK, pipes, proxied), 1)
     messages = over(tl.where(sent == send, sent + chunk - 1, sent), chunk)
     due = tl.where(proxied, messages - shown, 0)
-    each, needed = _told_rows(receive, tl.maximum(get_each(one, N_IN_CHUNK, pipes, proxied), 1), in_rows)
+    each, needed = _told_rows(receive, tl.maximum(get_each(one, N.IN_CHUNK, pipes, proxied), 1), in_rows)
     due_told = tl.where(proxied, tl.minimum(over(taken, each), needed) - freed, 0)
-    ring = tl.maximum(get_each(one, N_LANDING_ROWS, pipes, proxied), 1)
-    staged = tl.maximum(get_each(one, N_OUT_ROWS, pipes, proxied), 1)
+    ring = tl.maximum(get_each(one, N.LANDING_ROWS, pipes, proxied), 1)
+    staged = tl.maximum(get_each(one, N.OUT_ROWS, pipes, proxied), 1)
     source, target = staging_offset(one, pipes, NODES), out_offset(one, pipes, NODES)
     rows, others = tl.max(due, axis=0), tl.max(due_told, axis=0)
     start, ending = clock_ns(), tl.full((), GO_ON, tl.int32)
@@ -224,8 +199,8 @@ def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor
             ending, took, wanted = put_batch(one.context, one.state, peers, on, chosen, where, there, size, start)
             full = chosen & (tl.zeros_like(pipes) + took < wanted)
             note_wrong(one, pipes, full, one.me, on, took, wanted)
-    set_each(one, N_SHOWN, pipes, live, tl.where(more, sent, shown + due))
-    set_each(one, N_FREED, pipes, live, tl.where(free, taken, freed + due_told))
+    set_each(one, N.SHOWN, pipes, live, tl.where(more, sent, shown + due))
+    set_each(one, N.FREED, pipes, live, tl.where(free, taken, freed + due_told))
     settle()
     return ending
 
@@ -243,9 +218,9 @@ def _late_and_stuck(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.t
     """(Pipes of which rows are missing; those to which rows are left.) Where nobody knows how many there are, other
     pipes wait for them."""
     live = is_pipe(one, pipes, NODES)
-    send, receive = get_each(one, N_SEND_ROWS, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
-    late = live & (receive != EVERYTHING) & (get_each(one, N_TAKEN, pipes, live) < receive)
-    return late, live & (send != EVERYTHING) & (get_each(one, N_SENT, pipes, live) < send)
+    send, receive = get_each(one, N.SEND_ROWS, pipes, live), get_each(one, N.RECV_ROWS, pipes, live)
+    late = live & (receive != EVERYTHING) & (get_each(one, N.TAKEN, pipes, live) < receive)
+    return late, live & (send != EVERYTHING) & (get_each(one, N.SENT, pipes, live) < send)
 
 
 @triton.jit
@@ -255,7 +230,7 @@ def _unwritten(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor
     live = is_pipe(one, pipes, NODES)
     peers = tl.where(live, peer_of(one, pipes, NODES), 0)
     proxied = live & (peer_window(one.context, peers) == 0)
-    shown, written = get_each(one, N_SHOWN, pipes, proxied), get_each(one, N_WRITTEN, pipes, proxied)
+    shown, written = get_each(one, N.SHOWN, pipes, proxied), get_each(one, N.WRITTEN, pipes, proxied)
     return proxied & (written < shown)
 
 
@@ -280,9 +255,9 @@ def blame(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
     live = is_pipe(one, pipes, NODES)
     peers = tl.where(live, peer_of(one, pipes, NODES), 0)
     late, stuck = _late_and_stuck(one, pipes, NODES)
-    arrived, receive = get_each(one, N_ARRIVED, pipes, live), get_each(one, N_RECV_ROWS, pipes, live)
-    sent, limit = get_each(one, N_SENT, pipes, live), get_each(one, N_LIMIT, pipes, live)
-    taken = get_each(one, N_TAKEN, pipes, live)
+    arrived, receive = get_each(one, N.ARRIVED, pipes, live), get_each(one, N.RECV_ROWS, pipes, live)
+    sent, limit = get_each(one, N.SENT, pipes, live), get_each(one, N.LIMIT, pipes, live)
+    taken = get_each(one, N.TAKEN, pipes, live)
     stream, told, _, _ = _streams(one)
     # a pipe to this rank itself waits for another one
     other = live & (peers != one.me)
@@ -292,7 +267,7 @@ def blame(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
         # of rows that are summed for another node nobody knows whose comes next: whoever has none there may be missing,
         # unless the rail takes no sum
         rail = one.ranks + over(tl.where(pipes < one.ranks, pipes, 0), one.size)
-        open_rail = get_each(one, N_SENT, rail, live) < get_each(one, N_LIMIT, rail, live)
+        open_rail = get_each(one, N.SENT, rail, live) < get_each(one, N.LIMIT, rail, live)
         late |= other & (receive == EVERYTHING) & (taken == arrived) & (pipes < one.ranks) & open_rail
     # rows that have not come, unless all have; then rows for which there is no room; then writes
     of_late, of_stuck = any_of(late), any_of(stuck)
@@ -300,7 +275,7 @@ def blame(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
     bad = tl.where(any_of(bad) != 0, bad, live)
     # of a pipe that nobody knows the end of, at least one row more
     want = tl.where(receive == EVERYTHING, arrived + 1, receive)
-    shown, written = get_each(one, N_SHOWN, pipes, live), get_each(one, N_WRITTEN, pipes, live)
+    shown, written = get_each(one, N.SHOWN, pipes, live), get_each(one, N.WRITTEN, pipes, live)
     got = tl.where(of_late != 0, arrived, tl.where(of_stuck != 0, limit, written))
     want = tl.where(of_late != 0, want, tl.where(of_stuck != 0, sent + 1, shown))
     note_wrong(one, pipes, bad, peers, tl.where((of_late == 0) & (of_stuck != 0), told, stream), got, want)
@@ -314,14 +289,14 @@ def count_messages(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> No
     peers = tl.where(live, peer_of(one, pipes, NODES), 0)
     proxied = live & (peer_window(one.context, peers) == 0)
     _, _, table, told_table = _streams(one)
-    send, receive = get_each(one, N_SEND_ROWS, pipes, proxied), get_each(one, N_RECV_ROWS, pipes, proxied)
-    chunk = tl.maximum(get_each(one, N_OUT_CHUNK, pipes, proxied), 1)
-    received = tl.maximum(get_each(one, N_IN_CHUNK, pipes, proxied), 1)
-    _, coming = _told_rows(send, chunk, get_each(one, N_LANDING_ROWS, pipes, proxied))
-    _add(one, N_MESSAGES_SENT + table, pipes, proxied, over(send + chunk - 1, chunk))
-    _add(one, N_MESSAGES_SENT + told_table, pipes, proxied, get_each(one, N_FREED, pipes, proxied))
-    _add(one, N_MESSAGES_TAKEN + table, pipes, proxied, over(receive + received - 1, received))
-    _add(one, N_MESSAGES_TAKEN + told_table, pipes, proxied, coming)
+    send, receive = get_each(one, N.SEND_ROWS, pipes, proxied), get_each(one, N.RECV_ROWS, pipes, proxied)
+    chunk = tl.maximum(get_each(one, N.OUT_CHUNK, pipes, proxied), 1)
+    received = tl.maximum(get_each(one, N.IN_CHUNK, pipes, proxied), 1)
+    _, coming = _told_rows(send, chunk, get_each(one, N.LANDING_ROWS, pipes, proxied))
+    _add(one, N.MESSAGES_SENT + table, pipes, proxied, over(send + chunk - 1, chunk))
+    _add(one, N.MESSAGES_SENT + told_table, pipes, proxied, get_each(one, N.FREED, pipes, proxied))
+    _add(one, N.MESSAGES_TAKEN + table, pipes, proxied, over(receive + received - 1, received))
+    _add(one, N.MESSAGES_TAKEN + told_table, pipes, proxied, coming)
 
 
 @triton.jit

@@ -12,20 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .blocks import (
-    N_ARRIVED,
-    N_IN_RING,
-    N_IN_ROWS,
-    N_LIMIT,
-    N_NEXT_SENT,
-    N_NEXT_TAKEN,
-    N_OUT_RING,
-    N_OUT_ROWS,
-    N_RECV_ROWS,
-    N_SEND_ROWS,
-    N_SENT,
-    N_TAKEN,
-)
+from .blocks import N
 from .normal_pipes import STEP, Channel, ChannelShape, get_each, node_of, peer_of, rest, set_each, ways_of
 from .words import aligned, int32s, int64s, uint8s
 
@@ -132,12 +119,12 @@ def plan_rows(
         SENDING: rows are put into pipes, else taken out. RANKS: at least ``pipes``.
     """
     # tables: rows of an operation, those that have passed a pipe, that may, and that will have after this turn
-    table: tl.constexpr = N_SEND_ROWS if SENDING else N_RECV_ROWS
-    before: tl.constexpr = N_SENT if SENDING else N_TAKEN
-    bound: tl.constexpr = N_LIMIT if SENDING else N_ARRIVED
-    after: tl.constexpr = N_NEXT_SENT if SENDING else N_NEXT_TAKEN
-    rings: tl.constexpr = N_OUT_RING if SENDING else N_IN_RING
-    ring_rows: tl.constexpr = N_OUT_ROWS if SENDING else N_IN_ROWS
+    table: tl.constexpr = N.SEND_ROWS if SENDING else N.RECV_ROWS
+    before: tl.constexpr = N.SENT if SENDING else N.TAKEN
+    bound: tl.constexpr = N.LIMIT if SENDING else N.ARRIVED
+    after: tl.constexpr = N.NEXT_SENT if SENDING else N.NEXT_TAKEN
+    rings: tl.constexpr = N.OUT_RING if SENDING else N.IN_RING
+    ring_rows: tl.constexpr = N.OUT_ROWS if SENDING else N.IN_ROWS
     index, place = tl.arange(0, STEP).to(tl.int64)[:, None], tl.arange(0, RANKS).to(tl.int64)
     inside = place < pipes
     if SENDING:

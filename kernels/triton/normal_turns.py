@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import W_ENDED, W_NUMBER, W_OPENED
+from .blocks import W
 from .context import has_failed_now, wait_limit
 from .normal_pipes import Channel
 from .normal_progress import advance, blame, count_messages, fail_by_notes, look, unfinished, waits_for_others
@@ -83,12 +83,12 @@ def end_turns(one: Channel, found: tl.tensor, NODES: tl.constexpr, PIPES: tl.con
 def end_kernel(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
     """Count this program as ended; the last one closes the operation."""
     enter()
-    number = peek(one.state + W_NUMBER)
-    opened = peek(one.state + W_OPENED) == number + 1
+    number = peek(one.state + W.NUMBER)
+    opened = peek(one.state + W.OPENED) == number + 1
     if opened & (has_failed_now(one.context) == 0):
         count_messages(one, NODES, PIPES)
-    last = arrive_last(one.state + W_ENDED, 1, one.channels)
+    last = arrive_last(one.state + W.ENDED, 1, one.channels)
     # every thread has read what one of them is about to overwrite
     settle()
     if last:
-        poke(one.state + W_NUMBER, number + 1)
+        poke(one.state + W.NUMBER, number + 1)

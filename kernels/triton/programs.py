@@ -16,7 +16,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .blocks import S_ARRIVALS, S_SINK, T_FINISHED, T_READY, state_table
+from .blocks import S, T, state_table
 from .context import wait_limit
 from .kernel import Shape
 from .wait import FAILURE_PEER_TIMEOUT, fail
@@ -74,13 +74,13 @@ def tell_ready(state: tl.tensor, peer: tl.tensor, stamp: tl.tensor, good: tl.ten
     did."""
     settle()
     told = tl.where(good, stamp, -stamp)
-    tl.atomic_xchg(int64s(state_table(state, T_READY, peer)), told, sem="release", scope="gpu")
+    tl.atomic_xchg(int64s(state_table(state, T.READY, peer)), told, sem="release", scope="gpu")
 
 
 @triton.jit
 def _ready_words(state: tl.tensor, peers: tl.tensor, wanted: tl.tensor) -> tl.tensor:
-    at = state_table(state, T_READY, tl.where(wanted, peers, 0))
-    return acquire_each(tl.where(wanted, at, state + S_SINK), DEVICE)
+    at = state_table(state, T.READY, tl.where(wanted, peers, 0))
+    return acquire_each(tl.where(wanted, at, state + S.SINK), DEVICE)
 
 
 @triton.jit
@@ -125,32 +125,32 @@ def await_ready(
 def finish(state: tl.tensor, peers: tl.tensor, chosen: tl.tensor) -> tl.tensor:
     """Count one more piece of work as done for each of the ``chosen`` peers: how many were done before. :func:`settle`
     comes before it, and before what the last one does."""
-    at = int64s(state_table(state, T_FINISHED, tl.where(chosen, peers, 0)))
+    at = int64s(state_table(state, T.FINISHED, tl.where(chosen, peers, 0)))
     return tl.atomic_add(at, tl.full(peers.shape, 1, tl.int64), mask=chosen, sem="acq_rel", scope="gpu")
 
 
 @triton.jit
 def finish_one(state: tl.tensor, peer: tl.tensor) -> tl.tensor:
     """The same for one peer."""
-    at = int64s(state_table(state, T_FINISHED, peer))
+    at = int64s(state_table(state, T.FINISHED, peer))
     return tl.atomic_add(at, 1, sem="acq_rel", scope="gpu")
 
 
 @triton.jit
 def may_publish(state: tl.tensor, peer: tl.tensor, stamp: tl.tensor) -> tl.tensor:
     """After all work for ``peer``: whether it was ready, so that all of it was done."""
-    return peek(state_table(state, T_READY, peer)) == stamp
+    return peek(state_table(state, T.READY, peer)) == stamp
 
 
 @triton.jit
 def last_peer(state: tl.tensor, peer: tl.tensor, ranks: tl.tensor) -> tl.tensor:
     """``peer`` is done with: True for the last of ``ranks`` peers."""
-    poke(state_table(state, T_FINISHED, peer), 0)
-    return arrive_last(state + S_ARRIVALS, 1, ranks)
+    poke(state_table(state, T.FINISHED, peer), 0)
+    return arrive_last(state + S.ARRIVALS, 1, ranks)
 
 
 @triton.jit
 def last_peers(state: tl.tensor, peers: tl.tensor, chosen: tl.tensor, ranks: tl.tensor) -> tl.tensor:
     """The ``chosen`` peers are done with: True where they are the last of ``ranks`` peers."""
-    tl.store(int64s(state_table(state, T_FINISHED, peers)), tl.zeros_like(peers), mask=chosen)
-    return arrive_last(state + S_ARRIVALS, tl.sum(chosen.to(tl.int32), axis=0), ranks)
+    tl.store(int64s(state_table(state, T.FINISHED, peers)), tl.zeros_like(peers), mask=chosen)
+    return arrive_last(state + S.ARRIVALS, tl.sum(chosen.to(tl.int32), axis=0), ranks)

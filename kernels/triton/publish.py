@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ...protocol.command import COMMAND_BYTES, HIGH, KIND_WRITE, LOW, UNIT
 from ...protocol.ring import SLOTS, TAIL
-from .blocks import S_SINK
+from .blocks import S
 from .context import flag_address, head_address, ring_address
 from .target import CUDA, HIP, backend
 from .wait import FAILURE_RING_FULL, GO_ON, STILL_FULL, TOO_LATE, end_spin, fail, first_of
@@ -94,8 +94,8 @@ def store_flags(
     """Tell the ``chosen`` mapped peers that ``count`` messages of ``stream`` lie in their windows."""
     inside = tl.where(chosen, peers, 0)
     counts = count + tl.zeros_like(peers)
-    address = tl.where(chosen, flag_address(context, inside, stream), state + S_SINK)
-    release_each(address, counts, chosen, state + S_SINK)
+    address = tl.where(chosen, flag_address(context, inside, stream), state + S.SINK)
+    release_each(address, counts, chosen, state + S.SINK)
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def put_commands(
     tail = tl.atomic_max(int64s(head_at + 8), none, mask=chosen, sem="acq_rel", scope="gpu")
     ending, checked = tl.full((), 0, tl.int32), start
     if any_of(chosen & (index - tail >= capacity)) != 0:
-        tails = tl.where(chosen, ring + _TAIL, state + S_SINK)
+        tails = tl.where(chosen, ring + _TAIL, state + S.SINK)
         lacks = any_of(chosen & (index - acquire_each(tails) >= capacity))
         # only scalars live from spin to spin, see wait.wait_messages
         while (lacks != 0) & (ending == GO_ON):
@@ -152,7 +152,7 @@ def put_commands(
         # what the atomics have acquired: for the thread that stores
         settle()
         slot = ring + _SLOTS + (index & (capacity - 1)) * _COMMAND_BYTES
-        _store_commands(slot, low, high, chosen, state + S_SINK)
+        _store_commands(slot, low, high, chosen, state + S.SINK)
 
 
 @triton.jit
@@ -203,5 +203,5 @@ def put_batch(
         # what the atomics have acquired: for the threads that store
         settle()
         slot = ring + _SLOTS + (index & (capacity - 1)) * _COMMAND_BYTES
-        _store_commands(slot, low, high, chosen, state + S_SINK)
+        _store_commands(slot, low, high, chosen, state + S.SINK)
     return tl.where(ending == TOO_LATE, STILL_FULL, ending), tail, needed

@@ -6,11 +6,26 @@ Counts are sums of integers, so that nothing depends on the order in which progr
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton.language as tl
 
-from .kernel import kernel
+from .kernel import Shape, kernel
 from .wait import report_id
 from .words import int32s, int64s, uint8s
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkShape(Shape):
+    """What :func:`mark_tokens` is compiled for.
+
+    Attributes:
+        TOPK: ids of a token. RANKS: rounded up to a power of two. BLOCK: tokens of a program.
+    """
+
+    TOPK: int
+    RANKS: int
+    BLOCK: int
 
 
 @kernel(aligned=["rank_counts", "expert_counts", "in_rank", "bad"])
@@ -23,12 +38,9 @@ def mark_tokens(
     expert_counts: tl.int64,
     in_rank: tl.int64,
     bad: tl.int64,
-    TOPK: tl.constexpr,
-    RANKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SHAPE: tl.constexpr,
 ) -> None:
-    """Count tokens per rank and expert and mark the ranks of each token; grid (ceil(tokens / BLOCK),). Eight
-    arguments of a launch, three constants.
+    """Count tokens per rank and expert and mark the ranks of each token; grid (ceil(tokens / BLOCK),).
 
     Args:
         topk_idx: int64[tokens, TOPK].
@@ -37,13 +49,13 @@ def mark_tokens(
         bad: int64[1], its largest value before: becomes the smallest position of an id out of range.
     """
     tokens, experts, ranks = tokens.to(tl.int64), experts.to(tl.int64), ranks.to(tl.int64)
-    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) * SHAPE.BLOCK + tl.arange(0, SHAPE.BLOCK).to(tl.int64)
     inside = token < tokens
-    rank = tl.arange(0, RANKS).to(tl.int64)[None, :]
+    rank = tl.arange(0, SHAPE.RANKS).to(tl.int64)[None, :]
     local = experts // ranks
-    marks = tl.zeros([BLOCK, RANKS], tl.int32)
-    for slot in range(TOPK):
-        at = token * TOPK + slot
+    marks = tl.zeros([SHAPE.BLOCK, SHAPE.RANKS], tl.int32)
+    for slot in range(SHAPE.TOPK):
+        at = token * SHAPE.TOPK + slot
         expert = tl.load(int64s(topk_idx + 8 * at), mask=inside, other=-1)
         # rule: normal mode: an expert id out of range counts nowhere
         right = (expert >= 0) & (expert < experts)
@@ -54,7 +66,7 @@ def mark_tokens(
         marks = marks | (mine[:, None] == rank).to(tl.int32)
     tl.store(uint8s(in_rank + token[:, None] * ranks + rank), marks.to(tl.uint8), mask=inside[:, None] & (rank < ranks))
     counts = tl.sum(marks, axis=0)
-    each = tl.arange(0, RANKS).to(tl.int64)
+    each = tl.arange(0, SHAPE.RANKS).to(tl.int64)
     tl.atomic_add(int32s(rank_counts + 4 * each), counts, mask=(each < ranks) & (counts > 0))
 
 

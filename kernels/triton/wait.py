@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ...protocol import context as ctx
-from .blocks import S_SINK
+from .blocks import S
 from .context import (
     arrived_address,
     channel_count,
@@ -66,7 +66,7 @@ def fail(
             settle()
             lane = tl.arange(0, 2)
             words = tl.zeros([2], tl.int64)
-            release_each(words + report + ERROR_CODE, words + code, lane == 0, state + S_SINK)
+            release_each(words + report + ERROR_CODE, words + code, lane == 0, state + S.SINK)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def report_id(context: tl.tensor, state: tl.tensor, position: tl.tensor, experts
     lane = tl.arange(0, 2)
     words = tl.zeros([2], tl.int64)
     told = ((position + 1) << ERROR_IDS_SHIFT) | experts
-    release_each(words + report_address(context) + ERROR_IDS, words + told, lane == 0, state + S_SINK)
+    release_each(words + report_address(context) + ERROR_IDS, words + told, lane == 0, state + S.SINK)
 
 
 @triton.jit
@@ -109,23 +109,6 @@ def fail_at(
         of_lane(zero + arrived, mine),
         of_lane(zero + expected, mine),
     )
-
-
-@triton.jit
-def refuse(
-    context: tl.tensor,
-    state: tl.tensor,
-    peers: tl.tensor,
-    bad: tl.tensor,
-    stream: tl.tensor,
-    got: tl.tensor,
-    expected: tl.tensor,
-) -> tl.tensor:
-    """Fail when one of the peers claimed what it must not (``bad``): 1 then, else 0."""
-    broken = any_of(bad)
-    if broken != 0:
-        fail_at(context, state, FAILURE_PROTOCOL, peers, bad, stream, got, expected)
-    return broken
 
 
 @triton.jit
@@ -166,7 +149,7 @@ def messages_arrived(
     inside = tl.where(live, peers, 0)
     for channel in range(channel_count(context)):
         address = arrived_address(context, inside, first + channel)
-        count = acquire_each(tl.where(live, address, state + S_SINK))
+        count = acquire_each(tl.where(live, address, state + S.SINK))
         stream = tl.where(count < least, first + channel, stream)
         least = tl.minimum(least, count)
     return least, stream
@@ -184,7 +167,7 @@ def messages_completed(
     proxied = live & (peer_window(context, inside) == 0)
     for channel in range(channel_count(context)):
         address = completed_address(context, inside, first + channel)
-        count = acquire_each(tl.where(proxied, address, state + S_SINK))
+        count = acquire_each(tl.where(proxied, address, state + S.SINK))
         stream = tl.where(proxied & (count < least), first + channel, stream)
         least = tl.where(proxied, tl.minimum(least, count), least)
     return least, stream

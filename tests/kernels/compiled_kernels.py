@@ -57,7 +57,7 @@ def normal_launches() -> list[Launch]:
 
 def is_usual(launch: Launch) -> bool:
     """Of one specialization of each kernel: FP8 dispatches, rows that return summed, inside a node, not of a handle."""
-    constants = vars(launch.constants["SHAPE"]) if "SHAPE" in launch.constants else {}
+    constants = launch.constants.get("SHAPE", {})
     usual = {"CODING": DTYPE_FP8, "REDUCED": True, "NODES": False}
     of_handle = constants.get("KIND", 0) == NormalNotify.OPERATION_CACHED_DISPATCH
     return not of_handle and all(constants.get(name, value) == value for name, value in usual.items())
@@ -111,7 +111,7 @@ def check_all(target: str, gpu: GPUTarget, names: frozenset[str]) -> None:
             faults.append("a program that waits has several warps, of which some may hang at a barrier")
         # those that wait spend their time waiting
         allowed = _SPILLED_BY_A_WARP if name in COPYING & WAITING else _SPILLED
-        if getattr(launch.constants.get("SHAPE"), "NODES", False) and triton.__version__.startswith(("3.6.", "3.8.")):
+        if launch.constants.get("SHAPE", {}).get("NODES") and triton.__version__.startswith(("3.6.", "3.8.")):
             allowed = _SPILLED_BETWEEN_NODES
         if found["spilled"] > allowed and name in COPYING:
             faults.append(f"{found['spilled']} bytes of registers are spilled")

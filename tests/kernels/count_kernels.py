@@ -16,7 +16,7 @@ from uccl_ep_serving.gpu.memory import InterpretedMemory
 from uccl_ep_serving.gpu.window import DeviceSpace
 from uccl_ep_serving.kernels.blocks import low_latency as host
 from uccl_ep_serving.kernels.blocks import low_latency_device as block
-from uccl_ep_serving.kernels.triton.blocks import S_DISPATCH_AHEAD, S_DISPATCH_READ
+from uccl_ep_serving.kernels.triton.blocks import S
 from uccl_ep_serving.kernels.triton.launch import Launch, Variant
 from uccl_ep_serving.kernels.triton.ll_counts import mark_read, tell_dispatches_read
 from uccl_ep_serving.kernels.triton.words import clock_ns
@@ -33,7 +33,7 @@ PLAN = LowLatencyPlan(RANKS, 4, 64, 6, 2, 2)
 @triton.jit
 def mark(state: tl.int64, number: tl.int64) -> None:
     """A dispatch is unpacked."""
-    mark_read(state, S_DISPATCH_READ, S_DISPATCH_AHEAD, number)
+    mark_read(state, S.DISPATCH_READ, S.DISPATCH_AHEAD, number)
 
 
 @triton.jit

@@ -38,9 +38,9 @@ def recorded() -> Iterator[list[Seen]]:
         name, module = launch.kernel.__name__, launch.kernel.fn.__module__
         constants = dict(launch.constants)
         if "SHAPE" in constants:
-            constants["SHAPE"] = vars(constants["SHAPE"])
+            constants["SHAPE"] = dict(constants["SHAPE"])
         if name in _SIZED_FOR_THE_INTERPRETER:
-            constants["BLOCK"] = 1024
+            constants["SHAPE"]["BLOCK"] = 1024
         seen = (ahead, module, name, launch.arguments, constants, launch.variant.warps, launch.variant.fused)
         found[repr(seen)] = seen
 

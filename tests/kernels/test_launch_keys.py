@@ -140,6 +140,48 @@ assert len(combine_recv.used_global_vals) == 0
 """
 
 
+MOVED = """
+import sys
+from uccl_ep_serving.kernels.triton import blocks, ll_message
+
+numbers = {name: word.value for name, word in vars(blocks.S.value).items()}
+assert numbers["PARTS"] != 8000
+ll_message.S = blocks.Words(numbers | {word: 8000 for word in sys.argv[1:]})
+print(ll_message.put_message.cache_key)
+"""
+
+
+@pytest.mark.parametrize("triton", TRITONS)
+def test_what_read_a_word_before_it_moved_is_not_taken(triton: str) -> None:
+    def key(*moved: str) -> str:
+        command = [sys.executable, "-P", "-c", MOVED, *moved]
+        return subprocess.run(command, env=compiling(triton), capture_output=True, text=True, check=True).stdout
+
+    assert key() == key()
+    assert key("PARTS") != key()
+
+
+HOOKED = """
+import triton
+from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
+from uccl_ep_serving.kernels.triton.normal import TritonNormalKernels
+
+told = []
+triton.knobs.runtime.jit_post_compile_hook = lambda **about: told.append(about)
+with compiling_for(GPUS["sm_90"]):
+    (launch,) = TritonNormalKernels(2).mark(1 << 40, 8, 2, 8, 1 << 40, 1 << 40, 1 << 40, 1 << 40)
+    launch.build()
+assert '"RANKS": 2' in told[0]["compile"]["specialization_data"]
+"""
+
+
+@pytest.mark.parametrize("triton", TRITONS)
+def test_who_listens_to_compilations_is_told(triton: str) -> None:
+    """Triton gives a hook what a kernel is compiled for as JSON; vLLM and torch set one."""
+    done = subprocess.run([sys.executable, "-P", "-c", HOOKED], env=compiling(triton), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 @pytest.mark.parametrize("triton", TRITONS)
 def test_no_launch_compares_global_names(triton: str) -> None:
     """Triton compares all that a kernel reads, at every launch, unless it has none of them."""
