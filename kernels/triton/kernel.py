@@ -32,12 +32,12 @@ def kernel(aligned: Collection[str]) -> Callable[[Callable[..., Any]], Any]:
     return compiled
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Shape(dict[str, int]):
     """What a kernel is compiled for: numbers under names in capitals, which it reads as ``tl.constexpr``.
 
     Triton's keys are made of the text and the hash of a shape, and its hooks are given it as JSON, for which it is a
-    dictionary of its fields, plain numbers. So there is nothing in it but fields: no property, no method.
+    dictionary of its fields, plain numbers. So a kernel reads nothing of it but fields.
     """
 
     def __post_init__(self) -> None:
@@ -46,3 +46,7 @@ class Shape(dict[str, int]):
         if not triton.knobs.runtime.interpret:
             for name, value in self.items():
                 object.__setattr__(self, name, tl.constexpr(value))
+
+    def __repr__(self) -> str:
+        # also in the names of functions that are called
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.items())})"

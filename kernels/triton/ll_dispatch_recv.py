@@ -44,7 +44,7 @@ PLACE_EXPERT, PLACE_POSITION = tl.constexpr(PLACE_SHIFT), tl.constexpr((1 << PLA
 _PAIRS_SHIFT = tl.constexpr(PAIRS_SHIFT)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DispatchRecvShape(MessageShape):
     """What :func:`dispatch_recv` is compiled for.
 

@@ -74,7 +74,7 @@ _FIELD, _IN_FIELD = tl.constexpr(20), tl.constexpr((1 << 20) - 1)
 assert 64 * MAX_LOW_LATENCY_TOKENS < 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DispatchSendShape(MessageShape):
     """What :func:`dispatch_send` is compiled for.
 

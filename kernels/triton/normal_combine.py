@@ -67,7 +67,7 @@ class Tensors(NamedTuple):
     meta: tl.tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CombineShape(RowShape):
     """What :func:`combine_rows` is compiled for.
 
@@ -150,10 +150,10 @@ def _sum_weights(
 def _sum_own(one: Channel, tensors: Tensors, token: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Sum the next tokens from ``token`` on whose rows are all there: how many."""
     end = first_token(tensors.tokens, one.index + 1, one.channels)
-    pipes = pipes_of_tokens(one, shape.NODES)
+    pipes = pipes_of_tokens(one, shape)
     marks = Marks(tensors.in_rank + token * one.ranks, one.ranks, tensors.tokens)
     none = tl.full((), 0, tl.int64)
-    rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), False, False, shape.NODES, shape.RANKS)
+    rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), False, False, shape)
     row_bytes: tl.constexpr = 4 * shape.WORDS
     for begin in range(0, rows, shape.SUMMED_ROWS):
         index = begin + tl.arange(0, shape.SUMMED_ROWS).to(tl.int64)
@@ -189,7 +189,7 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: tl.constexp
         row = get(one, N.FIRST, rail) + sent
         # rule: rows whose marks were not kept are not summed
         marks = Marks(tensors.marks + row * nbytes, nbytes, tensors.kept - row)
-        rows = plan_rows(one, marks, first, one.size, rows, False, True, True, shape.RANKS)
+        rows = plan_rows(one, marks, first, one.size, rows, False, True, shape)
         row_bytes: tl.constexpr = 4 * shape.WORDS
         ring, held = get(one, N.OUT_RING, rail), get(one, N.OUT_ROWS, rail)
         for begin in range(0, rows, shape.SUMMED_ROWS):
@@ -245,7 +245,7 @@ def _exchange(one: Channel, tensors: Tensors, shape: tl.constexpr) -> None:
     checked, found = start, tl.full((), GOING, tl.int32)
     while found == GOING:
         moved = tl.full((), 0, tl.int64)
-        found = begin_turn(one, shape.NODES, shape.PIPES)
+        found = begin_turn(one, shape)
         if found == GOING:
             moved += _give(one, tensors, shape)
             if shape.NODES:
@@ -257,8 +257,8 @@ def _exchange(one: Channel, tensors: Tensors, shape: tl.constexpr) -> None:
                 token += summed
                 moved += summed
             left = (token < first_token(tensors.tokens, one.index + 1, one.channels)).to(tl.int32)
-            found, start, checked = end_turn(one, moved, left, start, checked, shape.NODES, shape.PIPES)
-    end_turns(one, found, shape.NODES, shape.PIPES)
+            found, start, checked = end_turn(one, moved, left, start, checked, shape)
+    end_turns(one, found, shape)
 
 
 @kernel(aligned=["context", "state", "info", "row_bytes", "x", "out"])
@@ -295,7 +295,7 @@ def combine_rows(
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     tokens, meta_bytes, row_bytes = tokens.to(tl.int64), meta_bytes.to(tl.int64), row_bytes.to(tl.int64)
     program = program_number(state + W.TICKETS, SHAPE.STARTS_IN_ORDER)
-    one = channel_of(context, state, program, channels, node_ranks, row_bytes + meta_bytes, SHAPE.KIND, SHAPE.NODES)
+    one = channel_of(context, state, program, channels, node_ranks, row_bytes + meta_bytes, SHAPE)
     none = tl.full((), 0, tl.int64)
     if program == 0:
         opening = Opening(
@@ -315,7 +315,7 @@ def combine_rows(
             none,
             none,
         )
-        open_operation(one, opening, SHAPE.KIND, SHAPE.NODES, SHAPE.RANKS, SHAPE.TOKENS, SHAPE.PIPES)
+        open_operation(one, opening, SHAPE)
     received, kept = received.to(tl.int64), kept.to(tl.int64)
     tensors = Tensors(x, weights, received, in_rank, tokens, marks, kept, bias_0, bias_1, out, out_weights, meta_bytes)
     opened = await_opened(one)
@@ -323,4 +323,4 @@ def combine_rows(
         _exchange(one, tensors, SHAPE)
     if (opened == 0) | has_failed_now(context):
         _clear(one, tensors, SHAPE)
-    end_kernel(one, SHAPE.NODES, SHAPE.PIPES)
+    end_kernel(one, SHAPE)

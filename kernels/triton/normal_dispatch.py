@@ -41,7 +41,7 @@ from .words import aligned, clock_ns, int32s, int64s, poke, program_number, uint
 _CROWDED = tl.constexpr(8)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DispatchShape(RowShape):
     """What :func:`dispatch_rows` is compiled for.
 
@@ -140,10 +140,10 @@ def _spread(
     base: tl.tensor,
     token: tl.tensor,
     shape: tl.constexpr,
-    NODES: tl.constexpr,
+    RAILS: tl.constexpr,
 ) -> None:
     """Copy rows into all pipes that they pass, each loaded once, with their meta: ids count from the experts of rank
-    ``base`` on. With NODES some pipes are rails; the rows are tokens ``token``."""
+    ``base`` on. With RAILS some pipes are rails; the rows are tokens ``token``."""
     used: tl.constexpr = 2 * shape.TOPK + shape.SCALE_WORDS
     ahead: tl.constexpr = shape.ROWS != _CROWDED
     for first in range(0, shape.WORDS, shape.BLOCK):
@@ -160,7 +160,7 @@ def _spread(
             if first == 0:
                 meta, near, pipe = target + 4 * shape.WORDS, here, nth_pipe_of(one, rows.index, here, nth)
                 first_expert, experts = (pipe - base) * tensors.local_experts, tensors.local_experts
-                if NODES:
+                if RAILS:
                     crossing = here & (pipe >= one.ranks)
                     near = here & (pipe < one.ranks)
                     node = tl.where(crossing, pipe - one.ranks, 0)
@@ -169,7 +169,7 @@ def _spread(
                     experts = experts[:, None]
                 _store_meta(meta, here, rows, first_expert[:, None], experts, shape)
                 pad(meta, near, used, tensors.meta)
-                if NODES:
+                if RAILS:
                     marked = _store_marks(one, tensors, node, token, meta + 4 * used, crossing)
                     pad(meta, crossing, used + marked, tensors.meta)
             if not ahead:
@@ -181,10 +181,10 @@ def _spread(
 def _send(one: Channel, tensors: Tensors, token: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Put the next tokens from ``token`` on into the pipes of their ranks: how many were put."""
     end = first_token(tensors.tokens, one.index + 1, one.channels)
-    pipes = pipes_of_tokens(one, shape.NODES)
+    pipes = pipes_of_tokens(one, shape)
     marks = Marks(tensors.in_rank + token * one.ranks, one.ranks, tensors.tokens)
     none = tl.full((), 0, tl.int64)
-    rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), True, False, shape.NODES, shape.RANKS)
+    rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), True, False, shape)
     for begin in range(0, rows, shape.ROWS):
         index = begin + tl.arange(0, shape.ROWS).to(tl.int64)
         inside = index < rows
@@ -224,7 +224,7 @@ def _forward(one: Channel, tensors: Tensors, node: tl.tensor, shape: tl.constexp
         settle_plan()
         marks = Marks(turn_marks(one), stride, tl.full((), STEP, tl.int64))
         first = node * one.size
-        rows = plan_rows(one, marks, first, one.size, rows, True, True, True, shape.RANKS)
+        rows = plan_rows(one, marks, first, one.size, rows, True, True, shape)
         if tensors.marks != 0:
             row = get(one, N.FIRST, rail) + taken + every
             there = (every < rows) & (row < tensors.kept)
@@ -297,7 +297,7 @@ def _exchange(one: Channel, tensors: Tensors, shape: tl.constexpr) -> None:
     checked, found = start, tl.full((), GOING, tl.int32)
     while found == GOING:
         moved = tl.full((), 0, tl.int64)
-        found = begin_turn(one, shape.NODES, shape.PIPES)
+        found = begin_turn(one, shape)
         if found == GOING:
             if token < first_token(tensors.tokens, one.index + 1, one.channels):
                 sent = _send(one, tensors, token, shape)
@@ -308,8 +308,8 @@ def _exchange(one: Channel, tensors: Tensors, shape: tl.constexpr) -> None:
                     if node != node_of(one):
                         moved += _forward(one, tensors, as_long(node), shape)
             moved += _receive(one, tensors, shape)
-            found, start, checked = end_turn(one, moved, 0, start, checked, shape.NODES, shape.PIPES)
-    end_turns(one, found, shape.NODES, shape.PIPES)
+            found, start, checked = end_turn(one, moved, 0, start, checked, shape)
+    end_turns(one, found, shape)
 
 
 @kernel(aligned=["context", "state", "info", "row_bytes", "x", "out"])
@@ -359,7 +359,7 @@ def dispatch_rows(
     row_bytes, local_experts = row_bytes.to(tl.int64), local_experts.to(tl.int64)
     program = program_number(state + W.TICKETS, SHAPE.STARTS_IN_ORDER)
     stride = row_bytes + meta_bytes
-    one = channel_of(context, state, program, channels, node_ranks, stride, SHAPE.KIND, SHAPE.NODES)
+    one = channel_of(context, state, program, channels, node_ranks, stride, SHAPE)
     if (program == 0) & (is_open == 0):
         opening = Opening(
             in_rank,
@@ -378,7 +378,7 @@ def dispatch_rows(
             local_experts,
             most_each.to(tl.int64),
         )
-        open_operation(one, opening, SHAPE.KIND, SHAPE.NODES, SHAPE.RANKS, SHAPE.TOKENS, SHAPE.PIPES)
+        open_operation(one, opening, SHAPE)
     tensors = Tensors(
         x,
         in_rank,
@@ -398,4 +398,4 @@ def dispatch_rows(
     )
     if await_opened(one) != 0:
         _exchange(one, tensors, SHAPE)
-    end_kernel(one, SHAPE.NODES, SHAPE.PIPES)
+    end_kernel(one, SHAPE)

@@ -127,8 +127,7 @@ def send_notifies(
     peers: tl.tensor,
     live: tl.tensor,
     start: tl.tensor,
-    KIND: tl.constexpr,
-    NODES: tl.constexpr,
+    shape: tl.constexpr,
 ) -> tl.tensor:
     """Write and publish the notify to the ``live`` peers. The peers have read the slot: they have opened the last
     operation since. A NIC may still repeat the slot's last write, which is waited for: how that ended."""
@@ -152,17 +151,17 @@ def send_notifies(
         for channel in range(one.channels):
             # what a dispatch sent comes back in its combine
             rows_at = opening.route + 8 * channel
-            table: tl.constexpr = RECV if KIND == COMBINE else SEND
+            table: tl.constexpr = RECV if shape.KIND == COMBINE else SEND
             rows = tl.load(int64s(rows_at + 8 * _CHANNELS * (table * ranks + peers)), mask=live, other=0)
             tl.store(int32s(at + _AT_ROWS + 4 * channel), rows.to(tl.int32), mask=live)
-            if NODES:
-                rail_table: tl.constexpr = RAIL_RECV if KIND == COMBINE else RAIL_SEND
+            if shape.NODES:
+                rail_table: tl.constexpr = RAIL_RECV if shape.KIND == COMBINE else RAIL_SEND
                 nodes = over(peers, one.size)
                 rail = live & (nodes != node_of(one)) & (rest(peers, one.size) == rest(me, one.size))
                 rows = tl.load(int64s(rows_at + 8 * _CHANNELS * (rail_table * ranks + nodes)), mask=rail, other=0)
                 tl.store(int32s(at + _AT_ROWS + 4 * (_CHANNELS + channel)), rows.to(tl.int32), mask=live)
         nbytes = zero + (_HEADER + _ROWS_BYTES)
-        if KIND == DISPATCH:
+        if shape.KIND == DISPATCH:
             for expert in range(opening.local_experts):
                 told = int32s(opening.expert_counts + 4 * (peers * opening.local_experts + expert))
                 count = tl.load(told, mask=live, other=0)
@@ -179,13 +178,7 @@ def send_notifies(
 
 @triton.jit
 def take_notifies(
-    one: Channel,
-    opening: Opening,
-    digest: tl.tensor,
-    peers: tl.tensor,
-    live: tl.tensor,
-    KIND: tl.constexpr,
-    NODES: tl.constexpr,
+    one: Channel, opening: Opening, digest: tl.tensor, peers: tl.tensor, live: tl.tensor, shape: tl.constexpr
 ) -> tl.tensor:
     """After the notifies of the ``live`` peers have arrived: read and check them. Peers of another shape; -1 when one
     is refused, which is noted."""
@@ -211,18 +204,18 @@ def take_notifies(
     same = live & (other == 0) & (bad == 0)
     for channel in range(one.channels):
         rows = tl.load(int32s(at + _AT_ROWS + 4 * channel), mask=same, other=0).to(tl.int64)
-        known: tl.constexpr = SEND if KIND == COMBINE else RECV
+        known: tl.constexpr = SEND if shape.KIND == COMBINE else RECV
         known_at = opening.route + 8 * (channel + _CHANNELS * (known * ranks + peers))
-        wrong, least = _take_rows(same, rows, known_at, KIND)
+        wrong, least = _take_rows(same, rows, known_at, shape)
         bad, got, want = bad | wrong, tl.where(wrong, rows, got), tl.where(wrong, least, want)
-        if NODES:
+        if shape.NODES:
             rail_at = int32s(at + _AT_ROWS + 4 * (_CHANNELS + channel))
             rail_rows = tl.load(rail_at, mask=same, other=0).to(tl.int64)
             nodes = over(peers, one.size)
             rail = same & (nodes != node_of(one)) & (rest(peers, one.size) == rest(one.me, one.size))
-            rail_known: tl.constexpr = RAIL_SEND if KIND == COMBINE else RAIL_RECV
+            rail_known: tl.constexpr = RAIL_SEND if shape.KIND == COMBINE else RAIL_RECV
             known_at = opening.route + 8 * (channel + _CHANNELS * (rail_known * ranks + nodes))
-            wrong, least = _take_rows(rail, rail_rows, known_at, KIND)
+            wrong, least = _take_rows(rail, rail_rows, known_at, shape)
             # only rail peers tell of rows to be forwarded
             wrong = wrong | (same & (rail == 0) & (rail_rows != 0))
             bad, got, want = bad | wrong, tl.where(wrong, rail_rows, got), tl.where(wrong, least, want)
@@ -231,10 +224,10 @@ def take_notifies(
 
 
 @triton.jit
-def _take_rows(chosen: tl.tensor, rows: tl.tensor, known_at: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+def _take_rows(chosen: tl.tensor, rows: tl.tensor, known_at: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Take over how many rows the ``chosen`` peers have, or hold it against what is known: (whose number is refused,
     what it should be)."""
-    if KIND == DISPATCH:
+    if shape.KIND == DISPATCH:
         tl.store(int64s(known_at), rows, mask=chosen)
         return chosen & ((rows < 0) | (rows >= EVERYTHING)), tl.zeros_like(rows) + EVERYTHING
     else:

@@ -65,28 +65,26 @@ def first_token(tokens: tl.tensor, channel: tl.tensor, channels: tl.tensor) -> t
 
 
 @triton.jit
-def _count_tokens(
-    one: Channel, opening: Opening, NODES: tl.constexpr, RANKS: tl.constexpr, TOKENS: tl.constexpr
-) -> None:
+def _count_tokens(one: Channel, opening: Opening, shape: tl.constexpr) -> None:
     """Count the channel's tokens for each rank, and for each node that is reached over a rail."""
     begin = first_token(opening.tokens, one.index, one.channels)
     end = first_token(opening.tokens, one.index + 1, one.channels)
-    ranks = tl.arange(0, RANKS).to(tl.int64)
+    ranks = tl.arange(0, shape.RANKS).to(tl.int64)
     inside = ranks < one.ranks
-    counts = tl.zeros([RANKS], tl.int64)
-    for first in range(begin, end, TOKENS):
-        token = first + tl.arange(0, TOKENS).to(tl.int64)
+    counts = tl.zeros([shape.RANKS], tl.int64)
+    for first in range(begin, end, shape.TOKENS):
+        token = first + tl.arange(0, shape.TOKENS).to(tl.int64)
         here = (token < end)[:, None] & inside[None, :]
         marks = tl.load(uint8s(opening.in_rank + token[:, None] * one.ranks + ranks[None, :]), mask=here, other=0)
         counts += tl.sum((marks != 0).to(tl.int32), axis=0).to(tl.int64)
     tl.store(int64s(route_at(one, opening.route, SEND, ranks)), counts, mask=inside)
-    if NODES:
+    if shape.NODES:
         for node in range(one.ranks // one.size):
             crossing = tl.full((), 0, tl.int64)
             if node != node_of(one):
                 on_node = inside & (ranks // one.size == node)
-                for first in range(begin, end, TOKENS):
-                    token = first + tl.arange(0, TOKENS).to(tl.int64)
+                for first in range(begin, end, shape.TOKENS):
+                    token = first + tl.arange(0, shape.TOKENS).to(tl.int64)
                     here = (token < end)[:, None] & on_node[None, :]
                     at = uint8s(opening.in_rank + token[:, None] * one.ranks + ranks[None, :])
                     # rule: a token crosses once to a node
@@ -97,14 +95,14 @@ def _count_tokens(
 
 @triton.jit
 def _place(
-    one: Channel, opening: Opening, table: tl.constexpr, ranks: tl.tensor, begin: tl.tensor, PIPES: tl.constexpr
+    one: Channel, opening: Opening, table: tl.constexpr, ranks: tl.tensor, begin: tl.tensor, shape: tl.constexpr
 ) -> tl.tensor:
     """Say where the rows of every (rank, channel) of a route's ``table``, of ``ranks`` ranks or nodes, begin when all
     stand one behind the other, in FIRST from pipe ``begin`` on; how many there are in all."""
     total = tl.full((), 0, tl.int64)
-    each: tl.constexpr = PIPES // _CHANNELS
+    each: tl.constexpr = shape.PIPES // _CHANNELS
     for first in range(0, ranks, each):
-        index = tl.arange(0, PIPES)
+        index = tl.arange(0, shape.PIPES)
         rank, channel = first + (index // _CHANNELS).to(tl.int64), (index % _CHANNELS).to(tl.int64)
         inside = (rank < tl.minimum(first + each, ranks)) & (channel < one.channels)
         at = opening.route + 8 * ((table * one.ranks + rank) * _CHANNELS + channel)
@@ -116,16 +114,16 @@ def _place(
 
 
 @triton.jit
-def _set_pipes(one: Channel, opening: Opening, KIND: tl.constexpr, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
+def _set_pipes(one: Channel, opening: Opening, shape: tl.constexpr) -> None:
     """Set the channel's tables: how many rows go through each pipe, and where; nothing has moved yet."""
-    pipes = tl.arange(0, PIPES).to(tl.int64)
-    live, inside = is_pipe(one, pipes, NODES), pipes < one.ranks
-    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
-    outgoing: tl.constexpr = RECV if KIND == COMBINE else SEND
-    incoming: tl.constexpr = SEND if KIND == COMBINE else RECV
+    pipes = tl.arange(0, shape.PIPES).to(tl.int64)
+    live, inside = is_pipe(one, pipes, shape), pipes < one.ranks
+    peers = tl.where(live, peer_of(one, pipes, shape), 0)
+    outgoing: tl.constexpr = RECV if shape.KIND == COMBINE else SEND
+    incoming: tl.constexpr = SEND if shape.KIND == COMBINE else RECV
     send = route_of(one, opening.route, outgoing, pipes, live & inside)
     receive = route_of(one, opening.route, incoming, pipes, live & inside)
-    if NODES:
+    if shape.NODES:
         rail = live & (inside == 0)
         # a pipe about another node: how many of that one's rows are forwarded, or summed, here
         node = tl.where(inside, over(pipes, one.size), pipes - one.ranks)
@@ -133,7 +131,7 @@ def _set_pipes(one: Channel, opening: Opening, KIND: tl.constexpr, NODES: tl.con
         rail_send = route_of(one, opening.route, RAIL_SEND, node, live)
         rail_receive = route_of(one, opening.route, RAIL_RECV, node, live)
         unknown = tl.where(rail_receive > 0, EVERYTHING, 0)
-        if KIND == COMBINE:
+        if shape.KIND == COMBINE:
             send = tl.where(rail, rail_receive, send)
             receive = tl.where(rail, rail_send, tl.where(about, unknown, receive))
         else:
@@ -152,7 +150,7 @@ def _set_pipes(one: Channel, opening: Opening, KIND: tl.constexpr, NODES: tl.con
     set_each(one, N.RECV_ROWS, pipes, every, tl.where(live, receive, 0))
     set_each(one, N.IN_RING, pipes, live, in_ring(one, pipes, peers))
     set_each(one, N.IN_ROWS, pipes, live, in_rows)
-    set_each(one, N.OUT_RING, pipes, live, out_ring(one, pipes, peers, NODES))
+    set_each(one, N.OUT_RING, pipes, live, out_ring(one, pipes, peers, shape))
     set_each(one, N.OUT_ROWS, pipes, live, out_rows)
     zero = tl.zeros_like(pipes)
     set_each(one, N.ARRIVED, pipes, every, zero)
@@ -171,15 +169,13 @@ def _set_pipes(one: Channel, opening: Opening, KIND: tl.constexpr, NODES: tl.con
 
 
 @triton.jit
-def _settle_counts(
-    one: Channel, opening: Opening, KIND: tl.constexpr, NODES: tl.constexpr, PIPES: tl.constexpr
-) -> tl.tensor:
+def _settle_counts(one: Channel, opening: Opening, shape: tl.constexpr) -> tl.tensor:
     """All notifies are here: tell the host how many rows there are, and say where they go. 1 when one is refused."""
     info, broken = opening.info, tl.full((), 0, tl.int32)
-    ranks = tl.arange(0, PIPES).to(tl.int64)
+    ranks = tl.arange(0, shape.PIPES).to(tl.int64)
     # rows of each rank, for a moment where tables of channel 0 stand afterwards
     first = on_channel(one, as_long(0))
-    if KIND == DISPATCH:
+    if shape.KIND == DISPATCH:
         came, away = tl.zeros_like(ranks), tl.zeros_like(ranks)
         for channel in range(one.channels):
             here = on_channel(one, as_long(channel))
@@ -190,7 +186,7 @@ def _settle_counts(
             # a rank that is masked tells nothing
             gone = inside & (is_live(one.context, ranks) == 0)
             tl.store(int64s(route_at(here, opening.route, RECV, ranks)), tl.zeros_like(ranks), mask=gone)
-            if NODES:
+            if shape.NODES:
                 poke(route_at(here, opening.route, RAIL_RECV, node_of(one)), as_long(0))
         settle()
         for channel in range(one.channels):
@@ -201,35 +197,27 @@ def _settle_counts(
         set_each(first, N.ARRIVED, ranks, ranks < one.ranks, came)
         settle()
         counted = opening.info + PEER_INFO + one.ranks * PEER_INFO_BYTES
-        broken = count_experts(one, opening, counted, entry(first, N.ARRIVED, 0), PIPES)
+        broken = count_experts(one, opening, counted, entry(first, N.ARRIVED, 0), shape.PIPES)
         poke(info + INFO.REMOTE_ROWS, tl.sum(away, axis=0))
         poke(opening.number, peek(one.state + W.NUMBER))
         settle()
-    total = _place(one, opening, RECV, one.ranks, as_long(0), PIPES)
-    if NODES:
-        relayed = _place(one, opening, RAIL_RECV, one.ranks // one.size, one.ranks, PIPES)
+    total = _place(one, opening, RECV, one.ranks, as_long(0), shape)
+    if shape.NODES:
+        relayed = _place(one, opening, RAIL_RECV, one.ranks // one.size, one.ranks, shape)
         poke(info + INFO.RELAYED, relayed)
     poke(info + INFO.TOTAL, total)
     # rule: normal mode: the host is told that more rows came than num_worst_tokens promised
-    if (KIND == DISPATCH) & (opening.capacity > 0):
+    if (shape.KIND == DISPATCH) & (opening.capacity > 0):
         if total > opening.capacity:
             poke(info + INFO.OVERFLOW_ROWS, total)
     settle()
     for channel in range(one.channels):
-        _set_pipes(on_channel(one, as_long(channel)), opening, KIND, NODES, PIPES)
+        _set_pipes(on_channel(one, as_long(channel)), opening, shape)
     return broken
 
 
 @triton.jit(noinline=True)
-def open_operation(
-    one: Channel,
-    opening: Opening,
-    KIND: tl.constexpr,
-    NODES: tl.constexpr,
-    RANKS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PIPES: tl.constexpr,
-) -> None:
+def open_operation(one: Channel, opening: Opening, shape: tl.constexpr) -> None:
     """Tell all peers, then wait for what all peers tell, and tell the host and the other programs."""
     enter()
     context, state = one.context, one.state
@@ -241,9 +229,9 @@ def open_operation(
     if over == 0:
         start = clock_ns()
         digest = opening.digest
-        if KIND == DISPATCH:
+        if shape.KIND == DISPATCH:
             for channel in range(one.channels):
-                _count_tokens(on_channel(one, as_long(channel)), opening, NODES, RANKS, TOKENS)
+                _count_tokens(on_channel(one, as_long(channel)), opening, shape)
             settle()
         else:
             # in halves: the product need not fit
@@ -251,28 +239,28 @@ def open_operation(
             low, high = opening.digest_step & 0xFFFF, opening.digest_step >> 16
             step = of_handle * low + (((of_handle * high) & 0x7FFFFFFFFFFF) << 16)
             digest = (digest + step) & 0x7FFFFFFFFFFFFFFF
-        every = tl.arange(0, PIPES).to(tl.int64)
+        every = tl.arange(0, shape.PIPES).to(tl.int64)
         for channel in range(one.channels):
             here = on_channel(one, as_long(channel))
             set_each(here, N.WRONG, every, every < 2 * one.ranks, tl.zeros_like(every))
         settle()
         live = is_live(context, every) & (every != one.me)
-        ending = send_notifies(one, opening, digest, every, live, start, KIND, NODES)
+        ending = send_notifies(one, opening, digest, every, live, start, shape)
         if ending == GO_ON:
             ending = wait_notifies(one, every, live, number + 1, start, True)
         if ending == GO_ON:
-            different = take_notifies(one, opening, digest, every, live, KIND, NODES)
+            different = take_notifies(one, opening, digest, every, live, shape)
         settle()
         if different == 0:
-            if _settle_counts(one, opening, KIND, NODES, PIPES) != 0:
+            if _settle_counts(one, opening, shape) != 0:
                 different = tl.full((), -1, tl.int32)
         if ending == RELEASED:
             fail(context, state, 0, -1, -1, 0, 0)
         elif different < 0:
             code = tl.where(ending == TOO_LATE, FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL)
-            fail_by_notes(one, tl.where(ending == STILL_FULL, FAILURE_RING_FULL, code), PIPES)
-    lane = tl.arange(0, PIPES)
-    words = tl.zeros([PIPES], tl.int64)
+            fail_by_notes(one, tl.where(ending == STILL_FULL, FAILURE_RING_FULL, code), shape)
+    lane = tl.arange(0, shape.PIPES)
+    words = tl.zeros([shape.PIPES], tl.int64)
     sink = state + S.SINK
     if different > 0:
         # a host that waits for no ticket finds it: what it is about was settled when the notifies were taken
@@ -343,7 +331,7 @@ def open_rows(
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
     row_bytes, meta_bytes = row_bytes.to(tl.int64), meta_bytes.to(tl.int64)
     first = tl.full((), 0, tl.int64)
-    one = channel_of(context, state, first, channels, node_ranks, row_bytes + meta_bytes, SHAPE.KIND, SHAPE.NODES)
+    one = channel_of(context, state, first, channels, node_ranks, row_bytes + meta_bytes, SHAPE)
     opening = Opening(
         in_rank,
         tokens.to(tl.int64),
@@ -361,7 +349,7 @@ def open_rows(
         local_experts.to(tl.int64),
         most_each.to(tl.int64),
     )
-    open_operation(one, opening, SHAPE.KIND, SHAPE.NODES, SHAPE.RANKS, SHAPE.TOKENS, SHAPE.PIPES)
+    open_operation(one, opening, SHAPE)
     before = peek(state + W.NUMBER)
     parted = peek(state + W.OPENED) != before + 1
     # every thread has read what one of them is about to overwrite

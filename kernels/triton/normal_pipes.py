@@ -36,7 +36,7 @@ def as_long(value: tl.tensor) -> tl.tensor:
     return tl.full((), 0, tl.int64) + value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ChannelShape(Shape):
     """What each kernel of normal mode is compiled for.
 
@@ -89,13 +89,12 @@ def channel_of(
     channels: tl.tensor,
     node_ranks: tl.tensor,
     stride: tl.tensor,
-    KIND: tl.constexpr,
-    NODES: tl.constexpr,
+    shape: tl.constexpr,
 ) -> Channel:
     """Channel ``index`` of the running operation, with rows of ``stride`` bytes."""
-    ranks, size, phase = rank_count(context), rank_count(context), tl.full((), KIND == COMBINE, tl.int64)
+    ranks, size, phase = rank_count(context), rank_count(context), tl.full((), shape.KIND == COMBINE, tl.int64)
     incoming, proxied = ranks, ranks
-    if NODES:
+    if shape.NODES:
         size = node_ranks
         incoming, proxied = ranks + ranks // size, ranks // size
     ring = peek(state + W.LANDING_BYTES) // (incoming * channels) // _LINE * _LINE
@@ -176,9 +175,9 @@ def node_of(one: Channel) -> tl.tensor:
 
 
 @triton.jit
-def peer_of(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+def peer_of(one: Channel, pipes: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """The rank at the other end of each pipe."""
-    if NODES:
+    if shape.NODES:
         near = node_of(one) * one.size + rest(pipes, one.size)
         return tl.where(pipes < one.ranks, near, (pipes - one.ranks) * one.size + rest(one.me, one.size))
     else:
@@ -186,9 +185,9 @@ def peer_of(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def other_end(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+def other_end(one: Channel, pipes: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """The number that each pipe has there."""
-    if NODES:
+    if shape.NODES:
         near = over(pipes, one.size) * one.size + rest(one.me, one.size)
         return tl.where(pipes < one.ranks, near, one.ranks + node_of(one))
     else:
@@ -196,12 +195,12 @@ def other_end(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def is_pipe(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+def is_pipe(one: Channel, pipes: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """True for pipes that there are: to ranks that are not masked, and to no rail peer on the own node."""
     inside = pipes < one.ranks
-    if NODES:
+    if shape.NODES:
         inside = (pipes < one.ranks + over(one.ranks, one.size)) & (pipes != one.ranks + node_of(one))
-    return inside & is_live(one.context, tl.where(inside, peer_of(one, pipes, NODES), 0))
+    return inside & is_live(one.context, tl.where(inside, peer_of(one, pipes, shape), 0))
 
 
 @triton.jit
@@ -227,24 +226,24 @@ def in_ring(one: Channel, pipes: tl.tensor, peers: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def out_offset(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+def out_offset(one: Channel, pipes: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Offsets in the peers' windows of the rings that rows for them land in."""
-    end = other_end(one, pipes, NODES)
+    end = other_end(one, pipes, shape)
     return peek(one.state + W.LANDING) + (end * one.channels + one.index) * one.ring
 
 
 @triton.jit
-def staging_offset(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+def staging_offset(one: Channel, pipes: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Offsets in this window of the rings for proxied peers."""
     place = pipes
-    if NODES:
+    if shape.NODES:
         place = pipes - one.ranks
     return peek(one.state + W.STAGING) + (place * one.channels + one.index) * one.staging
 
 
 @triton.jit
-def out_ring(one: Channel, pipes: tl.tensor, peers: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+def out_ring(one: Channel, pipes: tl.tensor, peers: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Addresses of the rings that rows for each pipe are put into."""
     window = peer_window(one.context, peers)
-    staging = window_address(one.context) + staging_offset(one, pipes, NODES)
-    return tl.where(window != 0, window + out_offset(one, pipes, NODES), staging)
+    staging = window_address(one.context) + staging_offset(one, pipes, shape)
+    return tl.where(window != 0, window + out_offset(one, pipes, shape), staging)

@@ -66,11 +66,11 @@ def _told_rows(rows: tl.tensor, chunk: tl.tensor, ring: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def look(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor:
+def look(one: Channel, shape: tl.constexpr) -> tl.tensor:
     """Note how far all peers are; a barrier stands behind it. 1 when one claimed what it must not, else 0."""
-    pipes = tl.arange(0, PIPES).to(tl.int64)
-    live = is_pipe(one, pipes, NODES)
-    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
+    pipes = tl.arange(0, shape.PIPES).to(tl.int64)
+    live = is_pipe(one, pipes, shape)
+    peers = tl.where(live, peer_of(one, pipes, shape), 0)
     window = peer_window(one.context, peers)
     mapped, proxied = live & (window != 0), live & (window == 0)
     stream, told, table, told_table = _streams(one)
@@ -137,10 +137,10 @@ def note_wrong(
 
 
 @triton.jit
-def fail_by_notes(one: Channel, code: tl.tensor, PIPES: tl.constexpr) -> None:
+def fail_by_notes(one: Channel, code: tl.tensor, shape: tl.constexpr) -> None:
     """Fail with the first rank that is to blame, unless there is none: somebody else has failed then."""
     settle()
-    pipes = tl.arange(0, PIPES).to(tl.int64)
+    pipes = tl.arange(0, shape.PIPES).to(tl.int64)
     inside = pipes < 2 * one.ranks
     blamed = get_each(one, N.WRONG, pipes, inside)
     bad = blamed != 0
@@ -151,17 +151,17 @@ def fail_by_notes(one: Channel, code: tl.tensor, PIPES: tl.constexpr) -> None:
 
 
 @triton.jit
-def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor:
+def advance(one: Channel, shape: tl.constexpr) -> tl.tensor:
     """End a turn: positions move on and peers are told. Barriers stand before it and behind it. GO_ON, or how the wait
     for a proxy ended that has taken too little; that is noted."""
-    pipes = tl.arange(0, PIPES).to(tl.int64)
-    live = is_pipe(one, pipes, NODES)
-    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
+    pipes = tl.arange(0, shape.PIPES).to(tl.int64)
+    live = is_pipe(one, pipes, shape)
+    peers = tl.where(live, peer_of(one, pipes, shape), 0)
     window = peer_window(one.context, peers)
     mapped, proxied = live & (window != 0), live & (window == 0)
     stream, told, _, _ = _streams(one)
     sink = one.state + S.SINK
-    end = other_end(one, pipes, NODES)
+    end = other_end(one, pipes, shape)
     sent, taken = get_each(one, N.NEXT_SENT, pipes, live), get_each(one, N.NEXT_TAKEN, pipes, live)
     shown, freed = get_each(one, N.SHOWN, pipes, live), get_each(one, N.FREED, pipes, live)
     send, receive = get_each(one, N.SEND_ROWS, pipes, live), get_each(one, N.RECV_ROWS, pipes, live)
@@ -182,7 +182,7 @@ def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor
     due_told = tl.where(proxied, tl.minimum(over(taken, each), needed) - freed, 0)
     ring = tl.maximum(get_each(one, N.LANDING_ROWS, pipes, proxied), 1)
     staged = tl.maximum(get_each(one, N.OUT_ROWS, pipes, proxied), 1)
-    source, target = staging_offset(one, pipes, NODES), out_offset(one, pipes, NODES)
+    source, target = staging_offset(one, pipes, shape), out_offset(one, pipes, shape)
     rows, others = tl.max(due, axis=0), tl.max(due_told, axis=0)
     start, ending = clock_ns(), tl.full((), GO_ON, tl.int32)
     for step in range(rows + others):
@@ -206,55 +206,55 @@ def advance(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
-def unfinished(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor:
+def unfinished(one: Channel, shape: tl.constexpr) -> tl.tensor:
     """1 while rows are missing or are not sent, the same in every thread."""
-    pipes = tl.arange(0, PIPES).to(tl.int64)
-    late, stuck = _late_and_stuck(one, pipes, NODES)
-    return any_of(late | stuck | _unwritten(one, pipes, NODES))
+    pipes = tl.arange(0, shape.PIPES).to(tl.int64)
+    late, stuck = _late_and_stuck(one, pipes, shape)
+    return any_of(late | stuck | _unwritten(one, pipes, shape))
 
 
 @triton.jit
-def _late_and_stuck(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+def _late_and_stuck(one: Channel, pipes: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """(Pipes of which rows are missing; those to which rows are left.) Where nobody knows how many there are, other
     pipes wait for them."""
-    live = is_pipe(one, pipes, NODES)
+    live = is_pipe(one, pipes, shape)
     send, receive = get_each(one, N.SEND_ROWS, pipes, live), get_each(one, N.RECV_ROWS, pipes, live)
     late = live & (receive != EVERYTHING) & (get_each(one, N.TAKEN, pipes, live) < receive)
     return late, live & (send != EVERYTHING) & (get_each(one, N.SENT, pipes, live) < send)
 
 
 @triton.jit
-def _unwritten(one: Channel, pipes: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+def _unwritten(one: Channel, pipes: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Pipes with writes under way. An operation ends after them: the next one puts other rows into the same bytes, here
     and at the peer."""
-    live = is_pipe(one, pipes, NODES)
-    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
+    live = is_pipe(one, pipes, shape)
+    peers = tl.where(live, peer_of(one, pipes, shape), 0)
     proxied = live & (peer_window(one.context, peers) == 0)
     shown, written = get_each(one, N.SHOWN, pipes, proxied), get_each(one, N.WRITTEN, pipes, proxied)
     return proxied & (written < shown)
 
 
 @triton.jit
-def waits_for_others(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor:
+def waits_for_others(one: Channel, shape: tl.constexpr) -> tl.tensor:
     """1 when this rank waits only for peers that must wait for others before: for rows that they forward, or sum."""
-    if NODES:
-        pipes = tl.arange(0, PIPES).to(tl.int64)
-        late, stuck = _late_and_stuck(one, pipes, NODES)
+    if shape.NODES:
+        pipes = tl.arange(0, shape.PIPES).to(tl.int64)
+        late, stuck = _late_and_stuck(one, pipes, shape)
         passed = tl.where(pipes < one.ranks, 1 - one.phase, one.phase) != 0
         passed = passed & ((pipes >= one.ranks) | (over(pipes, one.size) != node_of(one)))
-        return 1 - any_of((late | stuck) & (passed == 0) & (peer_of(one, pipes, NODES) != one.me))
+        return 1 - any_of((late | stuck) & (passed == 0) & (peer_of(one, pipes, shape) != one.me))
     else:
         return tl.full((), 0, tl.int32)
 
 
 @triton.jit
-def blame(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
+def blame(one: Channel, shape: tl.constexpr) -> None:
     """Note a peer that is missing: whose rows have not come, who has not read those that it has, or to whom writes are
     not over."""
-    pipes = tl.arange(0, PIPES).to(tl.int64)
-    live = is_pipe(one, pipes, NODES)
-    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
-    late, stuck = _late_and_stuck(one, pipes, NODES)
+    pipes = tl.arange(0, shape.PIPES).to(tl.int64)
+    live = is_pipe(one, pipes, shape)
+    peers = tl.where(live, peer_of(one, pipes, shape), 0)
+    late, stuck = _late_and_stuck(one, pipes, shape)
     arrived, receive = get_each(one, N.ARRIVED, pipes, live), get_each(one, N.RECV_ROWS, pipes, live)
     sent, limit = get_each(one, N.SENT, pipes, live), get_each(one, N.LIMIT, pipes, live)
     taken = get_each(one, N.TAKEN, pipes, live)
@@ -263,7 +263,7 @@ def blame(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
     other = live & (peers != one.me)
     stuck = stuck & other & (sent >= limit)
     late = late & other & (arrived < receive)
-    if NODES:
+    if shape.NODES:
         # of rows that are summed for another node nobody knows whose comes next: whoever has none there may be missing,
         # unless the rail takes no sum
         rail = one.ranks + over(tl.where(pipes < one.ranks, pipes, 0), one.size)
@@ -271,7 +271,7 @@ def blame(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
         late |= other & (receive == EVERYTHING) & (taken == arrived) & (pipes < one.ranks) & open_rail
     # rows that have not come, unless all have; then rows for which there is no room; then writes
     of_late, of_stuck = any_of(late), any_of(stuck)
-    bad = tl.where(of_late != 0, late, tl.where(of_stuck != 0, stuck, _unwritten(one, pipes, NODES)))
+    bad = tl.where(of_late != 0, late, tl.where(of_stuck != 0, stuck, _unwritten(one, pipes, shape)))
     bad = tl.where(any_of(bad) != 0, bad, live)
     # of a pipe that nobody knows the end of, at least one row more
     want = tl.where(receive == EVERYTHING, arrived + 1, receive)
@@ -282,11 +282,11 @@ def blame(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
 
 
 @triton.jit
-def count_messages(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
+def count_messages(one: Channel, shape: tl.constexpr) -> None:
     """After the last turn: the messages of this operation, for those that follow."""
-    pipes = tl.arange(0, PIPES).to(tl.int64)
-    live = is_pipe(one, pipes, NODES)
-    peers = tl.where(live, peer_of(one, pipes, NODES), 0)
+    pipes = tl.arange(0, shape.PIPES).to(tl.int64)
+    live = is_pipe(one, pipes, shape)
+    peers = tl.where(live, peer_of(one, pipes, shape), 0)
     proxied = live & (peer_window(one.context, peers) == 0)
     _, _, table, told_table = _streams(one)
     send, receive = get_each(one, N.SEND_ROWS, pipes, proxied), get_each(one, N.RECV_ROWS, pipes, proxied)

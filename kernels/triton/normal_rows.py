@@ -17,7 +17,7 @@ from .normal_pipes import STEP, Channel, ChannelShape, get_each, node_of, peer_o
 from .words import aligned, int32s, int64s, uint8s
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class RowShape(ChannelShape):
     """What a kernel that moves rows is compiled for.
 
@@ -49,10 +49,10 @@ class Marks(NamedTuple):
 
 
 @triton.jit
-def nth_pipe(one: Channel, index: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
+def nth_pipe(one: Channel, index: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Of the pipes through which tokens of this rank go and come back, in the order of the ranks: rails to nodes before
     its own, the ranks of its node, rails to nodes behind it."""
-    if NODES:
+    if shape.NODES:
         node = node_of(one)
         near = node * one.size + index - node
         rail = one.ranks + tl.where(index < node, index, index - one.size + 1)
@@ -62,9 +62,9 @@ def nth_pipe(one: Channel, index: tl.tensor, NODES: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def pipes_of_tokens(one: Channel, NODES: tl.constexpr) -> tl.tensor:
+def pipes_of_tokens(one: Channel, shape: tl.constexpr) -> tl.tensor:
     """How many those are."""
-    if NODES:
+    if shape.NODES:
         return one.size + one.ranks // one.size - 1
     else:
         return one.ranks
@@ -78,7 +78,7 @@ def _marked(
     index: tl.tensor,
     inside: tl.tensor,
     BITS: tl.constexpr,
-    NODES: tl.constexpr,
+    shape: tl.constexpr,
 ) -> tl.tensor:
     """1 for each row ``index`` [rows, 1] that passes each of the ``pipes`` [1, pipes], else 0."""
     inside = inside & (index < marks.known)
@@ -87,9 +87,9 @@ def _marked(
         place = rest(pipes, one.size)
         mark = tl.load(uint8s(at + (place >> 3)), mask=inside, other=0).to(tl.int32)
         return (mark >> (place & 7).to(tl.int32)) & 1
-    elif NODES:
+    elif shape.NODES:
         rail = pipes >= one.ranks
-        first = tl.where(rail, (pipes - one.ranks) * one.size, peer_of(one, pipes, NODES))
+        first = tl.where(rail, (pipes - one.ranks) * one.size, peer_of(one, pipes, shape))
         mark = tl.load(uint8s(at + first), mask=inside, other=0)
         for rank in range(1, one.size):
             mark |= tl.load(uint8s(at + first + rank), mask=inside & rail, other=0)
@@ -107,8 +107,7 @@ def plan_rows(
     rows: tl.tensor,
     SENDING: tl.constexpr,
     BITS: tl.constexpr,
-    NODES: tl.constexpr,
-    RANKS: tl.constexpr,
+    shape: tl.constexpr,
 ) -> tl.tensor:
     """Of the next ``rows`` rows, at most STEP: how many can be moved, which are the first ones. The ways that each goes
     are in :func:`.normal_pipes.ways_of`, behind a barrier: in the order of the ranks where rows are taken out, and
@@ -125,7 +124,7 @@ def plan_rows(
     after: tl.constexpr = N.NEXT_SENT if SENDING else N.NEXT_TAKEN
     rings: tl.constexpr = N.OUT_RING if SENDING else N.IN_RING
     ring_rows: tl.constexpr = N.OUT_ROWS if SENDING else N.IN_ROWS
-    index, place = tl.arange(0, STEP).to(tl.int64)[:, None], tl.arange(0, RANKS).to(tl.int64)
+    index, place = tl.arange(0, STEP).to(tl.int64)[:, None], tl.arange(0, shape.RANKS).to(tl.int64)
     inside = place < pipes
     if SENDING:
         # not all ranks write to the same peer first
@@ -134,11 +133,11 @@ def plan_rows(
     if BITS:
         pipe = first + place
     else:
-        pipe = nth_pipe(one, place, NODES)
+        pipe = nth_pipe(one, place, shape)
     # nobody waits for a rank that is masked
     needed = get_each(one, table, pipe, inside) > 0
     base = get_each(one, before, pipe, inside)
-    mark = _marked(one, marks, pipe[None, :], index, (index < rows) & needed[None, :], BITS, NODES)
+    mark = _marked(one, marks, pipe[None, :], index, (index < rows) & needed[None, :], BITS, shape)
     passing = tl.cumsum(mark, axis=0)
     room = get_each(one, bound, pipe, inside) - base
     fitting = tl.sum(((index < rows) & (passing <= room[None, :])).to(tl.int32), axis=0)

@@ -23,32 +23,26 @@ GOING, DONE, CLAIMED, LATE, FULL, OVER = (tl.constexpr(value) for value in range
 
 
 @triton.jit(noinline=True)
-def begin_turn(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> tl.tensor:
+def begin_turn(one: Channel, shape: tl.constexpr) -> tl.tensor:
     """Look at the peers: GOING when rows may be moved."""
     enter()
-    found = tl.where(look(one, NODES, PIPES) != 0, CLAIMED, GOING)
+    found = tl.where(look(one, shape) != 0, CLAIMED, GOING)
     return tl.where(has_failed_now(one.context), OVER, found)
 
 
 @triton.jit(noinline=True)
 def end_turn(
-    one: Channel,
-    moved: tl.tensor,
-    left: tl.tensor,
-    start: tl.tensor,
-    checked: tl.tensor,
-    NODES: tl.constexpr,
-    PIPES: tl.constexpr,
+    one: Channel, moved: tl.tensor, left: tl.tensor, start: tl.tensor, checked: tl.tensor, shape: tl.constexpr
 ) -> tl.tensor:
     """After ``moved`` rows: (GOING when there is another turn; when the present wait began, and when the sticky error
     was looked at last). ``left``: there is work of which no pipe knows."""
     # also what enter() does
     settle()
     found = tl.full((), GOING, tl.int32)
-    ending = advance(one, NODES, PIPES)
+    ending = advance(one, shape)
     if ending != GO_ON:
         found = tl.where(ending == STILL_FULL, FULL, OVER)
-    elif (unfinished(one, NODES, PIPES) | left) == 0:
+    elif (unfinished(one, shape) | left) == 0:
         found = tl.full((), DONE, tl.int32)
     elif moved > 0:
         start = clock_ns()
@@ -56,7 +50,7 @@ def end_turn(
     else:
         ending, checked = end_spin(one.context, start, checked)
         if ending == TOO_LATE:
-            if waits_for_others(one, NODES, PIPES) != 0:
+            if waits_for_others(one, shape) != 0:
                 # an eighth longer: the peer knows better for whom it waits, and tells
                 limit = wait_limit(one.context)
                 late = (clock_ns() - start > limit + limit // 8).to(tl.int32)
@@ -66,27 +60,27 @@ def end_turn(
 
 
 @triton.jit(noinline=True)
-def end_turns(one: Channel, found: tl.tensor, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
+def end_turns(one: Channel, found: tl.tensor, shape: tl.constexpr) -> None:
     """After the last turn: fail, unless all is right."""
     enter()
     if found == LATE:
-        blame(one, NODES, PIPES)
+        blame(one, shape)
     if found == OVER:
         fail(one.context, one.state, 0, -1, -1, 0, 0)
     else:
         # also when all is done: of what was taken out last nobody has looked what it claims
         code = tl.where(found == LATE, FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL)
-        fail_by_notes(one, tl.where(found == FULL, FAILURE_RING_FULL, code), PIPES)
+        fail_by_notes(one, tl.where(found == FULL, FAILURE_RING_FULL, code), shape)
 
 
 @triton.jit(noinline=True)
-def end_kernel(one: Channel, NODES: tl.constexpr, PIPES: tl.constexpr) -> None:
+def end_kernel(one: Channel, shape: tl.constexpr) -> None:
     """Count this program as ended; the last one closes the operation."""
     enter()
     number = peek(one.state + W.NUMBER)
     opened = peek(one.state + W.OPENED) == number + 1
     if opened & (has_failed_now(one.context) == 0):
-        count_messages(one, NODES, PIPES)
+        count_messages(one, shape)
     last = arrive_last(one.state + W.ENDED, 1, one.channels)
     # every thread has read what one of them is about to overwrite
     settle()

@@ -29,7 +29,7 @@ DISPATCH_SEND, DISPATCH_RECV = tl.constexpr(0), tl.constexpr(1)
 COMBINE_SEND, COMBINE_RECV = tl.constexpr(2), tl.constexpr(3)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MessageShape(Shape):
     """What each kernel of low latency is compiled for.
 

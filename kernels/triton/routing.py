@@ -15,7 +15,7 @@ from .wait import report_id
 from .words import int32s, int64s, uint8s
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MarkShape(Shape):
     """What :func:`mark_tokens` is compiled for.
 
