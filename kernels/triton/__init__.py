@@ -12,6 +12,9 @@ Rules that every kernel here keeps, because each was a hang, a race or wrong bit
 * A program loads what it stored only after :func:`.words.settle`: one thread stores a scalar, others may load before.
 * Nothing writes or publishes once the verdict is set.
 
+Addresses are integers and no pointers: they stand in blocks of words, and one compiled kernel takes tensors of any
+dtype. Programs that wait for others of their launch have what that needs in :mod:`.programs`.
+
 A kernel has many arguments, because a launch has no other way to be told: addresses and sizes, which may change from
 launch to launch. What it is compiled for is one constant more, ``SHAPE``, whose attributes stand in capitals. Functions
 of a kernel are given what they work on as a whole: a message of low latency (:class:`.programs.Message`), a channel of

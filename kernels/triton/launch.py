@@ -99,8 +99,8 @@ class Launch(NamedTuple):
         """Launch on the current stream.
 
         What :meth:`compile` has loaded goes to Triton's launcher at once, which takes the host a fifth of the time of
-        Triton's own way there. That finds the code for each launch by the types and values of all arguments, and is
-        taken by arguments for which it would compile other code, and when a profiler listens to launches.
+        Triton's own way there, which looks the code up by the types and values of all arguments. Triton's own way is
+        taken by arguments for which it would compile other code, and while a profiler listens to launches.
         """
         variant, grid, arguments = self
         before, after = _KNOBS.launch_enter_hook, _KNOBS.launch_exit_hook

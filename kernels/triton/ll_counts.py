@@ -1,9 +1,9 @@
 """Which messages have been read: the acknowledgements that this rank sends and receives.
 
-The same rules as :mod:`..cpu.ll_message`. All that concerns a peer is done by the program that serves it, in one lane.
-It first tells the peer what that may be waiting for, then waits itself: two ranks that wait for each other's word have
-both spoken, also where a rank serves its peers one after the other, since all go through pairs of ranks in the same
-order. Normally every header has said all in time, and nothing here touches memory of the host.
+The same rules as :mod:`..cpu.ll_message`. One program serves a peer, in one lane. It first tells the peer what that may
+be waiting for, and only then waits itself: two ranks that wait for each other have both spoken. Where a rank serves its
+peers one by one, all ranks go through their pairs in the same order. Normally every header has said all in time, and
+nothing here touches memory of the host.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def free_spaces(context: tl.tensor, state: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def take_acks(state: tl.tensor, peer: tl.tensor, dispatched: tl.tensor, combined: tl.tensor) -> tl.tensor:
+def take_acks(state: tl.tensor, peer: tl.tensor, dispatched: tl.tensor, combined: tl.tensor) -> tuple[tl.tensor, ...]:
     """Note the counts of a header of ``peer``. (A claim that cannot be, else -1; the most that it could be.)"""
     sent, returned = peek(state + S.DISPATCH_NUMBER), peek(state + S.COMBINE_NUMBER)
     dispatched_at = state_table(state, T.RECV_ACK_DISPATCH, peer)
@@ -101,7 +101,7 @@ def take_acks(state: tl.tensor, peer: tl.tensor, dispatched: tl.tensor, combined
 @triton.jit
 def _message_place(
     context: tl.tensor, state: tl.tensor, peer: tl.tensor, combine: tl.tensor, step: tl.tensor, placed: tl.tensor
-) -> tl.tensor:
+) -> tuple[tl.tensor, ...]:
     """A message of ``peer`` that is not received yet, the next of its phase or one of the two behind. (Its number; the
     address of its header when it has arrived, else 0; its first stream.)
 
@@ -128,7 +128,7 @@ def _message_place(
 
 
 @triton.jit
-def _read_acks(context: tl.tensor, state: tl.tensor, peer: tl.tensor, placed: tl.tensor) -> tl.tensor:
+def _read_acks(context: tl.tensor, state: tl.tensor, peer: tl.tensor, placed: tl.tensor) -> tuple[tl.tensor, ...]:
     """Look at everything that ``peer`` may have said, and note it in the state block: its newest notice, and headers of
     messages that have arrived although they are not received yet. (Claim and most of what cannot be, as of
     :func:`take_acks`, and its stream.)
@@ -230,7 +230,7 @@ def wait_space(
 
 
 @triton.jit
-def one_lane(peer: tl.tensor) -> tl.tensor:
+def one_lane(peer: tl.tensor) -> tuple[tl.tensor, ...]:
     """(``peer`` and the ones behind it; True in the lane of ``peer`` alone)."""
     lane = tl.arange(0, lanes()).to(tl.int64)
     return peer + lane, lane == 0
@@ -281,7 +281,9 @@ def _send_notice(
 
 
 @triton.jit
-def tell_dispatches_read(context: tl.tensor, state: tl.tensor, peer: tl.tensor, start: tl.tensor) -> tl.tensor:
+def tell_dispatches_read(
+    context: tl.tensor, state: tl.tensor, peer: tl.tensor, start: tl.tensor
+) -> tuple[tl.tensor, ...]:
     """Before a dispatch: a notice to ``peer`` when it was not told that its dispatch before last is read. (Own combine
     messages that are free; False after a failure.)"""
     needed = peek(state + S.DISPATCH_NUMBER) - 1
@@ -293,7 +295,9 @@ def tell_dispatches_read(context: tl.tensor, state: tl.tensor, peer: tl.tensor, 
 
 
 @triton.jit
-def tell_combines_free(context: tl.tensor, state: tl.tensor, peer: tl.tensor, start: tl.tensor) -> tl.tensor:
+def tell_combines_free(
+    context: tl.tensor, state: tl.tensor, peer: tl.tensor, start: tl.tensor
+) -> tuple[tl.tensor, ...]:
     """Before a combine: wait until the space of the one before last is free, and tell ``peer`` when it was not told.
     (Own combine messages that are free; False after a failure.)"""
     needed = peek(state + S.COMBINE_NUMBER) - 1

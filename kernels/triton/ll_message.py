@@ -154,7 +154,7 @@ def word_of(words: tl.tensor, AT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def check_header(one: Message, words: tl.tensor, TAG: tl.constexpr) -> tl.tensor:
+def check_header(one: Message, words: tl.tensor, TAG: tl.constexpr) -> tuple[tl.tensor, ...]:
     """A message with these ``words`` is of this kind, plan and number; and what it says of the receiver's own messages.
     (A word that is refused, and what it should be: the same where nothing is.)"""
     plan = peek(one.route + P.PLAN)

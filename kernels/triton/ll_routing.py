@@ -21,7 +21,7 @@ _ROWS_BITS, _ROWS = tl.constexpr(16), tl.constexpr((1 << 16) - 1)
 @triton.jit
 def expert_ids(
     topk_idx: tl.tensor, token: tl.tensor, slot: tl.tensor, tokens: tl.tensor, experts: tl.tensor, TOPK: tl.constexpr
-) -> tl.tensor:
+) -> tuple[tl.tensor, ...]:
     """(Expert of each slot as int32, -1 for none; whether the id is one that cannot be.)"""
     given = (token < tokens) & (slot < TOPK)
     ids = tl.load(int64s(topk_idx + 8 * (token * TOPK + slot)), mask=given, other=-1)
@@ -60,7 +60,7 @@ def list_rows(
     experts: tl.tensor,
     earlier: tl.tensor,
     TOPK: tl.constexpr,
-) -> tl.tensor:
+) -> tuple[tl.tensor, ...]:
     """Of the ``local`` experts from ``lowest`` on, store at ``earlier`` what tokens before each have. (Rows, and in the
     upper half pairs, of all; smallest position of a wrong id of any expert, int32.)"""
     all_ = tl.full((), 0, tl.int64)

@@ -224,7 +224,7 @@ def take_notifies(
 
 
 @triton.jit
-def _take_rows(chosen: tl.tensor, rows: tl.tensor, known_at: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+def _take_rows(chosen: tl.tensor, rows: tl.tensor, known_at: tl.tensor, shape: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Take over how many rows the ``chosen`` peers have, or hold it against what is known: (whose number is refused,
     what it should be)."""
     if shape.KIND == DISPATCH:

@@ -38,7 +38,7 @@ _WORD_ARRIVED, _WORD_FREED = tl.constexpr(pipe.ARRIVED), tl.constexpr(pipe.FREED
 
 
 @triton.jit
-def _streams(one: Channel) -> tl.tensor:
+def _streams(one: Channel) -> tuple[tl.tensor, ...]:
     """(stream of this phase's rows, stream on which is told what is read; the tables of both: 0 or 1)."""
     rows = tl.where(one.phase == 0, _DISPATCH_STREAM, _COMBINE_STREAM) + one.index
     told = tl.where(one.phase == 0, _COMBINE_STREAM, _DISPATCH_STREAM) + one.index
@@ -58,7 +58,7 @@ def _stamped(one: Channel, words: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _told_rows(rows: tl.tensor, chunk: tl.tensor, ring: tl.tensor) -> tl.tensor:
+def _told_rows(rows: tl.tensor, chunk: tl.tensor, ring: tl.tensor) -> tuple[tl.tensor, ...]:
     """(Rows that a message on what is read stands for, how many such messages a proxied pipe of ``rows`` rows needs):
     half a ring each, until the rest fits."""
     each = tl.maximum(over(ring, chunk) >> 1, 1) * chunk
@@ -96,7 +96,7 @@ def look(one: Channel, shape: tl.constexpr) -> tl.tensor:
     each, needed = _told_rows(send, tl.maximum(chunk, 1), ring)
     messages = count - get_each(one, N.MESSAGES_TAKEN + told_table, pipes, proxied)
     landing = ring + tl.minimum(tl.maximum(messages, 0), needed) * each
-    # what a NIC may repeat is written over when it is over, in the staging and where it lands
+    # a NIC may repeat a write until that is over: only then others follow in its place, in the staging and at the peer
     staging = done * chunk + tl.minimum(out_rows, ring)
     set_each(one, N.WRITTEN, pipes, proxied, done)
     limit = tl.where(mapped, tl.minimum(freed, sent) + out_rows, tl.minimum(landing, staging))
@@ -214,7 +214,7 @@ def unfinished(one: Channel, shape: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _late_and_stuck(one: Channel, pipes: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+def _late_and_stuck(one: Channel, pipes: tl.tensor, shape: tl.constexpr) -> tuple[tl.tensor, ...]:
     """(Pipes of which rows are missing; those to which rows are left.) Where nobody knows how many there are, other
     pipes wait for them."""
     live = is_pipe(one, pipes, shape)

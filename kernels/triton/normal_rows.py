@@ -115,7 +115,7 @@ def plan_rows(
 
     Args:
         first, pipes: pipes ``first`` .. ``first + pipes - 1`` where marks are BITS, else those of :func:`nth_pipe`.
-        SENDING: rows are put into pipes, else taken out. RANKS: at least ``pipes``.
+        SENDING: rows are put into pipes, else taken out.
     """
     # tables: rows of an operation, those that have passed a pipe, that may, and that will have after this turn
     table: tl.constexpr = N.SEND_ROWS if SENDING else N.RECV_ROWS
@@ -163,10 +163,9 @@ def ways_each(one: Channel, row: tl.tensor, inside: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def nth_way(one: Channel, row: tl.tensor, many: tl.tensor, nth: tl.tensor) -> tl.tensor:
-    """Of each ``row`` [rows] of the plan, which passes ``many`` pipes, in the ``nth`` of them, from 0: whether there is
-    one, and the row's address; tensors like ``row``. The address is asked for whether there is one or not, without
-    waiting for ``many``."""
+def nth_way(one: Channel, row: tl.tensor, many: tl.tensor, nth: tl.tensor) -> tuple[tl.tensor, ...]:
+    """Of each ``row`` [rows] of the plan, which passes ``many`` pipes: whether there is an ``nth``, from 0, and its
+    address there. The address is loaded either way, without waiting for ``many``."""
     at = ways_of(one, row) + 8 + 16 * nth
     return nth < many, tl.load(int64s(at), mask=tl.zeros_like(row) + nth < one.ranks, other=0)
 

@@ -33,7 +33,7 @@ def begin_turn(one: Channel, shape: tl.constexpr) -> tl.tensor:
 @triton.jit(noinline=True)
 def end_turn(
     one: Channel, moved: tl.tensor, left: tl.tensor, start: tl.tensor, checked: tl.tensor, shape: tl.constexpr
-) -> tl.tensor:
+) -> tuple[tl.tensor, ...]:
     """After ``moved`` rows: (GOING when there is another turn; when the present wait began, and when the sticky error
     was looked at last). ``left``: there is work of which no pipe knows."""
     # also what enter() does
@@ -68,7 +68,7 @@ def end_turns(one: Channel, found: tl.tensor, shape: tl.constexpr) -> None:
     if found == OVER:
         fail(one.context, one.state, 0, -1, -1, 0, 0)
     else:
-        # also when all is done: of what was taken out last nobody has looked what it claims
+        # also when all is done: nobody has checked yet what the rows that were taken out last claim
         code = tl.where(found == LATE, FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL)
         fail_by_notes(one, tl.where(found == FULL, FAILURE_RING_FULL, code), shape)
 

@@ -92,11 +92,11 @@ def _any_lacks(words: tl.tensor, wanted: tl.tensor, stamp: tl.tensor) -> tl.tens
 @triton.jit
 def await_ready(
     context: tl.tensor, state: tl.tensor, peers: tl.tensor, wanted: tl.tensor, stamp: tl.tensor, stream: tl.tensor
-) -> tl.tensor:
-    """Wait until all of the ``wanted`` peers are ready or will not be; tensors like ``peers``: of which that is known,
-    and which are. None is for a program that has failed meanwhile.
+) -> tuple[tl.tensor, ...]:
+    """Wait until each of the ``wanted`` peers is ready or refused. Two masks like ``peers``, of any shape: which have
+    answered, and which are ready. After a failure of this wait none is ready.
 
-    ``peers`` has any shape. The program waited for has a limit of its own, twice which is waited here.
+    The program waited for has a limit of its own. Twice as long is waited here.
     """
     lacks = _any_lacks(_ready_words(state, peers, wanted), wanted, stamp)
     believed = stamp
@@ -114,8 +114,7 @@ def await_ready(
                 # what is told from now on some lanes may see and others not
                 believed = tl.full((), _NEVER, tl.int64)
                 lacks = 0
-    # each thread has acquired for itself: now for the others, also for those that hold the same peer, and went on by
-    # what one of them saw: they are to find it when they look again
+    # each thread acquired for itself: behind this barrier all see what any of them saw
     settle()
     words = _ready_words(state, peers, wanted)
     return wanted & ((words == stamp) | (words == -stamp)), wanted & (words == believed)

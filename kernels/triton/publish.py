@@ -75,7 +75,7 @@ def _command_words(
     target: tl.tensor,
     nbytes: tl.tensor,
     last: tl.tensor,
-) -> tl.tensor:
+) -> tuple[tl.tensor, ...]:
     """Both words of the commands number ``index`` of rings of ``capacity`` slots.
 
     ``source`` and ``target`` are byte offsets in this rank's and the peer's window, ``nbytes`` 0 .. 256 MiB, all
@@ -166,7 +166,7 @@ def put_batch(
     target: tl.tensor,
     nbytes: tl.tensor,
     start: tl.tensor,
-) -> tl.tensor:
+) -> tuple[tl.tensor, ...]:
     """A message of one write to each of the ``chosen`` peers, into the ring that owns ``stream`` and has a slot for
     each of them.
 

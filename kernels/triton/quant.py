@@ -92,8 +92,8 @@ def load_floats(
 
 @triton.jit
 def _waited_for(values: tl.tensor) -> tl.tensor:
-    """int64 ``values``, which are there: a wave's loads come in order, so that whoever waits for one that it asked for
-    late waits for all before."""
+    """int64 ``values``, which are there. On AMD a wave's loads return in order: who waits for a late one waits for all
+    before it."""
     if backend() == HIP:
         return tl.inline_asm_elementwise("", "=v,0,~{memory}", [values], tl.int64, is_pure=False, pack=1)
     else:
@@ -139,7 +139,7 @@ def store_floats(addresses: tl.tensor, index: tl.tensor, x: tl.tensor, mask: tl.
 
 
 @triton.jit
-def quantise_blocks(x: tl.tensor, ROUND: tl.constexpr, FNUZ: tl.constexpr) -> tl.tensor:
+def quantise_blocks(x: tl.tensor, ROUND: tl.constexpr, FNUZ: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Values along the last of three axes share a scale: (FP8 bits uint8 like ``x``, bits of the float32 scales).
 
     DeepEP's rule: ``amax = max(|x|, 1e-4)``, value = e4m3(x * (448 / amax)), scale = amax * (1 / 448); with ``ROUND``

@@ -112,7 +112,7 @@ def fail_at(
 
 
 @triton.jit
-def end_spin(context: tl.tensor, start: tl.tensor, checked: tl.tensor) -> tl.tensor:
+def end_spin(context: tl.tensor, start: tl.tensor, checked: tl.tensor) -> tuple[tl.tensor, ...]:
     """End a spin of a waiting loop that began at ``start``.
 
     The sticky error ends a wait at most CHECK_NS and a spin after it is set.
@@ -125,7 +125,7 @@ def end_spin(context: tl.tensor, start: tl.tensor, checked: tl.tensor) -> tl.ten
     """
     now = clock_ns()
     late = now - start > wait_limit(context)
-    # also at the end of the time: what the host knows names whom this program would only guess
+    # also when the time is over: the host may know whom to blame, where this program would guess
     # rule: a waiting kernel leaves memory of the host alone most of the time
     due = late | (now - checked > CHECK_NS)
     # every lane has read a clock of its own: what one finds counts for all, late being more than due
@@ -141,7 +141,7 @@ def end_spin(context: tl.tensor, start: tl.tensor, checked: tl.tensor) -> tl.ten
 @triton.jit
 def messages_arrived(
     context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, phase: tl.tensor, number: tl.tensor
-) -> tl.tensor:
+) -> tuple[tl.tensor, ...]:
     """(least count over channels, its stream) of message ``number``'s streams from each of the ``live`` peers."""
     first = stream_of(phase, number)
     least = tl.full(peers.shape, 1 << 60, tl.int64)
@@ -158,7 +158,7 @@ def messages_arrived(
 @triton.jit
 def messages_completed(
     context: tl.tensor, state: tl.tensor, peers: tl.tensor, live: tl.tensor, phase: tl.tensor, number: tl.tensor
-) -> tl.tensor:
+) -> tuple[tl.tensor, ...]:
     """The same for own messages that completed locally; mapped peers count as complete."""
     first = stream_of(phase, number)
     least = tl.full(peers.shape, 1 << 60, tl.int64)

@@ -74,7 +74,7 @@ def poke(address: tl.tensor, value: tl.tensor) -> None:
 
 
 @triton.jit
-def divide(number: tl.tensor, by: tl.tensor) -> tl.tensor:
+def divide(number: tl.tensor, by: tl.tensor) -> tuple[tl.tensor, ...]:
     """(Quotient, rest), int64, of values from 0 to 2^31 - 1: a division of 64 bits takes five times as long, and
     registers for a call."""
     number, by = number.to(tl.int32), by.to(tl.int32)
@@ -239,9 +239,9 @@ def settle() -> None:
 
 @triton.jit
 def enter() -> None:
-    """Comes first in a function that is called (``noinline``): no thread reads any more what its caller exchanged in
-    shared memory, which the function writes to. Triton 3.6 and 3.8 put that barrier between accesses of one function
-    only. And a function that only reads LLVM would let one thread call alone, whose result alone is stored."""
+    """Comes first in a function that is called (``noinline``). Without this barrier a thread might still read what the
+    caller exchanged in shared memory, which the function overwrites: Triton 3.6 and 3.8 place such barriers within one
+    function only. And LLVM would let one thread alone call a function that only reads."""
     tl.debug_barrier()
 
 

@@ -113,7 +113,7 @@ EQUIVALENT = (
             "Triton puts it beside the atomic; one of the source's own stands before it and before what follows",
         )
         for atomic in (
-            "tl.atomic_xchg(int64s(state_table(state, T_READY",
+            "tl.atomic_xchg(int64s(state_table(state, T.READY",
             "before = tl.atomic_add(int64s(counter)",
             "return tl.atomic_add(at, ",
         )
@@ -152,7 +152,7 @@ EQUIVALENT = (
         ("barrier",),
         ("settle()",),
         "another one stands before READY is told, and nobody reads before that where the message has its place",
-        then="rows = int64s(route_table(route, R_COUNTS, peer))",
+        then="rows = int64s(route_table(route, R.COUNTS, peer))",
     ),
     Equivalent(
         _SENDS,
@@ -176,7 +176,7 @@ EQUIVALENT = (
         )
         for kernel, caller, then in (
             ("combine_send", ("",), "if told:"),
-            ("dispatch_send", ("",), "many = tl.load(int64s(route_table(route, R_COUNTS"),
+            ("dispatch_send", ("",), "many = tl.load(int64s(route_table(route, R.COUNTS"),
             ("dispatch_send", (), "return finish_one("),
         )
     ),
@@ -189,7 +189,7 @@ EQUIVALENT = (
             then=then,
         )
         for kernel, caller, then in (
-            ("combine_send", "", "number = peek(state + S_COMBINE_NUMBER)"),
+            ("combine_send", "", "number = peek(state + S.COMBINE_NUMBER)"),
             ("dispatch_send", "_close(", "number, local, ranks = "),
             ("dispatch_recv", "_close(", ""),
         )
@@ -245,7 +245,7 @@ EQUIVALENT = (
         Equivalent(
             (kernel,),
             ("barrier",),
-            ("settle()", "ready = await_ready(context, state, one"),
+            ("settle()", "ready = await_ready(context, state, peers, peers"),
             "one peer alone is waited for: each thread acquires its word for itself, and none goes on that has not",
         )
         for kernel in ("dispatch_recv", "combine_send")

@@ -63,12 +63,12 @@ FAULTS: dict[str, Fault] = {
     "a message of rows is told of too early": Fault(
         Change(
             "normal_progress.look",
-            "count - get_each(one, N_MESSAGES_TAKEN + table",
-            "1 + count - get_each(one, N_MESSAGES_TAKEN + table",
+            "count - get_each(one, N.MESSAGES_TAKEN + table",
+            "1 + count - get_each(one, N.MESSAGES_TAKEN + table",
         ),
         "proxied",
     ),
     "a sum takes what has not come": Fault(
-        Change("normal_rows.plan_rows", "N_LIMIT if SENDING else N_ARRIVED", "N_LIMIT"), "proxied", nodes=True
+        Change("normal_rows.plan_rows", "N.LIMIT if SENDING else N.ARRIVED", "N.LIMIT"), "proxied", nodes=True
     ),
 }

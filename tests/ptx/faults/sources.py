@@ -92,7 +92,7 @@ def changed(*changes: Change) -> dict[Path, str]:
 
 _PARITY, _OTHER_PARITY, _NO_PARITY = "(number & 1)", "((number + 1) & 1)", "(number & 0)"
 _PLACES = "ll_dispatch_send._place"
-_RETURNED = "peek(state + S_COMBINE_RECV_STEP)"
+_RETURNED = "peek(state + S.COMBINE_RECV_STEP)"
 #: By what they do wrong. Bits that tell one lap of a ring from the next.
 LAPS: dict[str, tuple[Change, ...]] = {
     "the lap bit never changes": (
@@ -117,11 +117,11 @@ PARITIES: dict[str, tuple[Change, ...]] = {
     "a sender tells of one message more": (Change("ll_message.publish_message", "number // 2 + 1", "number // 2 + 2"),),
     "dispatches of both parities land in one place": (
         Change(_PLACES, "parity * rank_count", "0 * rank_count"),
-        Change("ll_dispatch_recv._message", _PARITY, _NO_PARITY),
+        Change("ll_dispatch_recv._landed", "(one.number & 1)", "(one.number & 0)"),
         Change("ll_counts._message_place", "parity * rank_count", "0 * rank_count"),
     ),
     "a dispatch is unpacked from where the other parity lands": (
-        Change("ll_dispatch_recv._message", _PARITY, _OTHER_PARITY),
+        Change("ll_dispatch_recv._landed", "(one.number & 1)", "((one.number + 1) & 1)"),
     ),
     "combines of both parities land in one place": (
         *(
@@ -137,10 +137,10 @@ PARITIES: dict[str, tuple[Change, ...]] = {
         Change("ll_combine_recv._sum_rows", _PARITY, _OTHER_PARITY),
     ),
     "dispatches of both parities are packed in one place": (
-        Change(_PLACES, "parity * peek(state + S_DISPATCH_SEND_STEP)", "0"),
+        Change(_PLACES, "parity * peek(state + S.DISPATCH_SEND_STEP)", "0"),
     ),
     "combines of both parities are packed in one place": (
-        Change("ll_combine_send._serve", "parity * peek(state + S_COMBINE_SEND_STEP)", "0"),
+        Change("ll_combine_send._serve", "parity * peek(state + S.COMBINE_SEND_STEP)", "0"),
     ),
 }
 #: What programs of a kernel tell each other from what those of an earlier kernel said.
