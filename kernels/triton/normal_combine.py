@@ -289,7 +289,7 @@ def combine_rows(
     out_weights: tl.int64,
     SHAPE: tl.constexpr,
 ) -> None:
-    """Combine; grid (channels,). Compile without fused multiply-add. Arguments are those of
+    """Combine; grid (channels,). Compile without fused multiply-add. Its arguments are those of
     :class:`.normal_notify.Opening` and :class:`Tensors`, ``SHAPE`` is a :class:`CombineShape`. A token without rows is
     zero, and where the rows were not exchanged every token is."""
     channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
