@@ -179,9 +179,6 @@ def _processor_seconds() -> float:
 def measure(suite: Suite) -> dict[str, Any] | None:
     """Run a suite; None when it fails, or cannot run here."""
     program = ROOT / suite.command[0]
-    file = NOTES / f"{suite.name}-{sources()}.jsonl"
-    if not suite.within and not file.exists():
-        _copy_notes(file, UNFINISHED, NOTES)
     if suite.is_pytest and not program.exists():
         print(f"suites: {suite.name}: there is no {suite.command[0]}", file=sys.stderr)
         return None
@@ -192,6 +189,9 @@ def measure(suite: Suite) -> dict[str, Any] | None:
         options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}"] if suite.is_pytest else []
         if not suite.within:
             options = [f"ARGS=--resume={suite.name}"]
+            file = NOTES / f"{suite.name}-{sources()}.jsonl"
+            if not file.exists():
+                _copy_notes(file, UNFINISHED, NOTES)
         done = subprocess.run([*suite.command, *options], cwd=ROOT, check=False)
         found: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1)}
         if done.returncode != 0 and suite.within:
