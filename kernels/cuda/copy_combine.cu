@@ -188,9 +188,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) uccl_ep_copy_combine(
             const int many = own.end - own.next < PIPE_STEP ? own.end - own.next : PIPE_STEP;
             rows = plan(one, turn, in_rank + own.next * one.ranks, many, turn.taken, turn.arrived, turn.receive);
         }
-        const int copies = copies_of(one, turn, rows);
-        give(one, turn, slots, part_of(moved, copies, false), tensors, moved);
-        sum(one, turn, slots, part_of(moved, copies, true), tensors, own.next, rows);
+        // a token without rows has a sum as well, which is zero or the bias
+        const int copies = copies_of(one, turn, rows), sums = copies > 0 ? copies : rows;
+        give(one, turn, slots, part_of(moved, sums, false), tensors, moved);
+        sum(one, turn, slots, part_of(moved, sums, true), tensors, own.next, rows);
         int sent = 0, taken = 0;
         if (mine.live) {
             sent = turn.sent[threadIdx.x] + turn.many[threadIdx.x];

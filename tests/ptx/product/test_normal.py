@@ -28,6 +28,7 @@ SHAPES: dict[str, Case] = {
     "fp32, an empty rank": Case(tokens=(0, 7), experts=8, topk=3, dtype=torch.float32, seed=2),
     "one rank is chosen": Case(tokens=(20, 13), experts=4, topk=2, hot=1, lost=0.0, seed=5),
     "three ranks": Case(tokens=(6, 0, 9), experts=6, topk=3, hidden=136, seed=6),
+    "hardly any ids": Case(tokens=(7, 5), experts=4, topk=2, lost=0.8, seed=1),
 }
 #: Nodes of two ranks.
 BETWEEN_NODES: dict[str, Case] = {
@@ -67,8 +68,9 @@ def test_many_seeds(memory: str, path: str, shape: str, narrow: bool) -> None:
 
 
 @needs_nvrtc
-def test_bulk_copies() -> None:
-    trials.exchange(compiled("sequential"), "sequential", "mapped", SHAPES["three ranks"], 1, copies=["tma"])
+@pytest.mark.parametrize("shape", ["three ranks", "hardly any ids"])
+def test_bulk_copies(shape: str) -> None:
+    trials.exchange(compiled("sequential"), "sequential", "mapped", SHAPES[shape], 1, copies=["tma"])
 
 
 @needs_nvrtc
