@@ -86,7 +86,7 @@ INFO_TOTAL = next(_word)  # rows of the received tensor
 INFO_REMOTE_ROWS = next(_word)  # rows for other ranks
 # two that stay until the host has raised them
 INFO_OVERFLOW_ROWS = next(_word)  # rows that came where fewer were promised
-INFO_SHAPE_MISMATCH = next(_word)  # DIFFERENT where it was not 0
+INFO_SHAPE_MISMATCH = next(_word)  # ticket of the operation in which the ranks parted
 INFO_RELAYED = next(_word)  # rows that a first dispatch forwards
 INFO_WORDS = next(_word)  # how many these are
 #: After these, by rank: SHAPE, CODING, ROW_BYTES, META_BYTES of a peer's notify, when its shape differs; then rows per

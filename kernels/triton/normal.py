@@ -11,7 +11,7 @@ from ...config import Settings
 from ...errors import ConfigError
 from ...protocol.layout import WindowLayout
 from ...protocol.message import NormalNotify, element_bytes
-from ...protocol.pipe import LINE, pipe_count
+from ...protocol.pipe import pipe_count
 from ...protocol.streams import NORMAL_CHANNELS
 from ..blocks import normal_device as block
 from ..blocks.normal_device import DeviceNormalState, NormalFormat, NormalOpening, NormalTensors
@@ -32,8 +32,6 @@ _THREADS, _REGISTERS = 256, 255
 _ROWS, _MOST_ROWS, _BLOCK = 4, 8, 4096
 #: Tokens that it sums together, bytes of a row of each, and ranks whose rows it asks for together: 64 KiB likewise.
 _SUM_ROWS, _SUMMED, _TOGETHER = 2, 8192, 4
-#: Rows of a ring below which fewer channels are better: two on their way while two are read.
-_LEAST_ROWS = 4
 #: Tokens that a program marks together; (token, rank) pairs that it holds.
 _MARKED, _PAIRS = 128, 4096
 
@@ -48,6 +46,9 @@ class TritonNormalKernels:
     Args:
         ranks: of the group.
         target: what the launches are made for; by default this process's, for which Triton compiles them.
+
+    Attributes:
+        most_channels: that an operation may have.
     """
 
     name = "triton"
@@ -59,7 +60,7 @@ class TritonNormalKernels:
         # in the interpreter an operation costs the same for one row and for many, and programs take turns
         interpreted = self.target.interpreted
         self._rows = 16 if interpreted else _ROWS
-        self._most_channels = 3 if interpreted else NORMAL_CHANNELS
+        self.most_channels = 3 if interpreted else NORMAL_CHANNELS
         self._warps = max(_THREADS // self.target.warp, 1)
         self._registers = _REGISTERS if self.target.backend == int(CUDA.value) else 0
         pipes = _power_of_two(pipe_count(ranks))
@@ -86,21 +87,6 @@ class TritonNormalKernels:
                 f"normal mode on a device puts up to {self.ranks} commands into a ring at once, which holds "
                 f"{settings.ring_slots}. Next step: raise UCCL_EP_RING_SLOTS on all ranks"
             )
-
-    def rows_of_a_ring(self, layout: WindowLayout, row: int, node_ranks: int, channels: int) -> int:
-        """Rows of ``row`` bytes, meta included, that each ring holds with so many channels."""
-        nodes = self.ranks // node_ranks if node_ranks else 0
-        landing = layout["normal_heap"].offset + layout["normal_heap"].nbytes - layout.normal_rounds
-        rings = landing // (self.ranks + nodes), layout["normal_send"].nbytes // (nodes or self.ranks)
-        return min(rings) // channels // LINE * LINE // row
-
-    def channels(self, layout: WindowLayout, row: int, node_ranks: int, most: int) -> int:
-        """Channels of an operation with rows of ``row`` bytes, meta included: as many as leave room for four rows in
-        each ring, at most ``most``, at least one."""
-        channels = min(most, self._most_channels)
-        while channels > 1 and self.rows_of_a_ring(layout, row, node_ranks, channels) < _LEAST_ROWS:
-            channels -= 1
-        return channels
 
     def warm(self, form: NormalFormat, experts: int, biases: int) -> None:
         """Compile what an operation of this format launches, and load what is compiled."""

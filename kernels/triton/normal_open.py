@@ -222,6 +222,9 @@ def open_operation(one: Channel, opening: Opening, shape: tl.constexpr) -> None:
     enter()
     context, state = one.context, one.state
     different, number = tl.full((), -1, tl.int32), peek(state + W.NUMBER)
+    if shape.KIND == DISPATCH:
+        # until the ranks agree: a combine of this handle agrees with nobody's
+        poke(opening.number, -2 - one.me)
     # of windows that are gone the verdict alone is left
     over = uniform(has_failed(context).to(tl.int32))
     if over == 0:
@@ -264,7 +267,7 @@ def open_operation(one: Channel, opening: Opening, shape: tl.constexpr) -> None:
     sink = state + S.SINK
     if different > 0:
         # a host that waits for no ticket finds it: what it is about was settled when the notifies were taken
-        release_each(words + opening.info + INFO.SHAPE_MISMATCH, words + different.to(tl.int64), lane == 0, sink)
+        release_each(words + opening.info + INFO.SHAPE_MISMATCH, words + opening.ticket, lane == 0, sink)
     poke(opening.info + INFO.DIFFERENT, different.to(tl.int64))
     settle()
     release_each(words + opening.info + INFO.TICKET, words + opening.ticket, lane == 0, sink)

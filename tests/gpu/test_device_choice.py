@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from uccl_ep_serving.modes.low_latency_arguments import dispatch_coding
 from uccl_ep_serving.modes.low_latency_gpu_session import LowLatencyGpuSession
 from uccl_ep_serving.modes.normal_gpu_session import NormalGpuSession
 from uccl_ep_serving.modes.row_format import RowFormat
-from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan
+from uccl_ep_serving.protocol.layout import LowLatencyPlan, NormalPlan, WindowLayout
 from uccl_ep_serving.protocol.message import DTYPE_BF16, NormalNotify
 
 OURS, CURRENT = torch.device("cuda", 1), torch.device("cuda", 0)
@@ -35,10 +36,6 @@ class Kernels:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self.seen.append((name, Device.chosen))
-
-    def rows_of_a_ring(self, *_: Any) -> int:
-        """Whatever fits."""
-        return 1
 
 
 @pytest.fixture
@@ -81,6 +78,22 @@ def test_low_latency_kernels_are_compiled_for_the_device_of_the_buffer(
     assert Device.chosen == CURRENT
 
 
+def test_what_lasts_is_allocated_in_no_pool_of_the_calling_thread(gpu: GpuContext) -> None:
+    """vLLM loads a model in a memory pool of its thread, and takes that away in its deepest sleep."""
+    done: list[str] = []
+    gpu.memory.synchronize = lambda: done.append("synchronized")  # type: ignore[method-assign]
+
+    def make() -> tuple[int, torch.device, bool]:
+        done.append("made")
+        return threading.get_ident(), Device.chosen, torch.is_inference_mode_enabled()
+
+    with torch.inference_mode():
+        thread, device, inference = gpu.prepare(make)
+    assert thread != threading.get_ident()
+    assert (device, inference, done) == (OURS, False, ["made", "synchronized"])
+    assert Device.chosen == CURRENT
+
+
 def test_normal_kernels_are_compiled_for_the_device_of_the_buffer(
     gpu: GpuContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,13 +103,13 @@ def test_normal_kernels_are_compiled_for_the_device_of_the_buffer(
         epoch=0,
         stale="",
         settings=Settings(),
-        layout=SimpleNamespace(normal=NormalPlan(1)),
+        layout=WindowLayout(1, None, NormalPlan(1)),
         compile_together=lambda compile: compile(),
     )
     session: Any = NormalGpuSession(runtime, gpu)
     session._present = SimpleNamespace(kernels=session.kernels)
     session.epoch.enter()
-    form = RowFormat(NormalNotify.OPERATION_DISPATCH, DTYPE_BF16, 128, 256, 2, 0, 2)
+    form = RowFormat(NormalNotify.OPERATION_DISPATCH, DTYPE_BF16, 128, 256, 2, 0, 2, channels=1)
     session.enter(form, 0)
     assert [one for one in session.kernels.seen if one[0] != "check"] == [("made", OURS), ("warm", OURS)]
     assert Device.chosen == CURRENT

@@ -136,6 +136,16 @@ def test_ranks_that_differ_go_on(interpreted: Ranks) -> None:
     assert all("the ranks were given different operations, nothing was sent" in text for text in texts)
 
 
+def test_a_dispatch_that_parts_leaves_no_handle_that_a_combine_agrees_on(interpreted: Ranks) -> None:
+    for dispatch, combine in interpreted.run(2, bodies.parted, {**PATHS["mapped"], "timeout": 15.0}, timeout=300):
+        assert "normal dispatch: the ranks were given different operations, nothing was sent" in dispatch
+        assert "normal combine: the ranks were given different operations, nothing was sent" in combine
+
+
+def test_a_dispatch_without_memory_has_not_begun(interpreted: Ranks) -> None:
+    assert interpreted.run(2, bodies.short_of_memory, PATHS["mapped"], timeout=300) == [[2], [0, 2]]
+
+
 @pytest.mark.interpreter
 def test_rows_that_the_handle_does_not_know_are_refused(interpreted: Ranks) -> None:
     assert interpreted.run(2, bodies.other_rows, PATHS["mapped"], timeout=300)[0] == ("ProtocolError", 1)

@@ -32,6 +32,8 @@ from uccl_ep_serving.gpu.streams import GpuOrder
 from uccl_ep_serving.handles import EventOverlap, wait_for
 from uccl_ep_serving.kernels.blocks.normal_device import ROUTE_SEND
 from uccl_ep_serving.modes.normal_gpu import NormalGpu
+from uccl_ep_serving.modes.normal_gpu_outputs import Outputs
+from uccl_ep_serving.modes.normal_gpu_route import Route
 
 
 def opened(exchange: StoreExchange, overrides: dict[str, Any], device: str = "interpreter") -> Buffer:
@@ -58,7 +60,7 @@ def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases
 def landed(buffer: Buffer) -> tuple[bool, bool]:
     """Whether rows have landed in the window in device memory, and in that in host memory."""
     space: Any = buffer._backend.gpu.space()  # type: ignore[union-attr]
-    assert space.near_on_device
+    assert space.own_window
     assert not space.on_device
     twin = np.frombuffer((ctypes.c_uint8 * space._window.nbytes).from_address(space._window.own), np.uint8)
     begin = buffer.runtime.layout.normal_rounds
@@ -306,6 +308,61 @@ def different(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
         normal_cases.dispatch(buffer, wrong, rank)
     run_cases(buffer, rank, [case])
     return str(raised.value)
+
+
+def parted(exchange: StoreExchange, overrides: dict[str, Any]) -> list[str]:
+    """Rank 1 dispatches to other experts, and nobody reads that back: a host that is ahead combines from the handle.
+    What dispatch and combine raise. Then both go on."""
+    buffer, rank = opened(exchange, overrides), exchange.rank
+    case = Case(tokens=(4, 3), experts=4, topk=2)
+    wrong = replace(case, experts=8).inputs() if rank else case.inputs()
+    handles, new_handle = [], Route.new_handle
+
+    def stale(route: Route, *arguments: Any) -> Any:
+        """Its number is what another dispatch has left in the same memory, on all ranks."""
+        handles.append(new_handle(route, *arguments))
+        handles[-1].number.fill_(1)
+        return handles[-1]
+
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Route, "new_handle", stale)
+        with pytest.raises(ConfigError) as raised:
+            normal_cases.dispatch(buffer, wrong, rank, num_worst_tokens=8)
+    said.append(str(raised.value))
+    with pytest.raises(ConfigError) as raised:
+        buffer.combine(torch.zeros(8, case.hidden, dtype=case.dtype), handles[0])
+    said.append(str(raised.value))
+    run_cases(buffer, rank, [case])
+    return said
+
+
+def short_of_memory(exchange: StoreExchange, overrides: dict[str, Any]) -> list[int]:
+    """Rank 1 has no memory for what a dispatch returns, and calls again. Operations that this rank has begun after each
+    call."""
+    buffer, rank = opened(exchange, overrides), exchange.rank
+    case = Case(tokens=(4, 3), experts=4, topk=2)
+    inputs, begun = case.inputs(), []
+    if rank:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Outputs, "allocate", raising(torch.OutOfMemoryError("CUDA out of memory")))
+            with pytest.raises(torch.OutOfMemoryError):
+                normal_cases.dispatch(buffer, inputs, rank, num_worst_tokens=8)
+        begun.append(buffer.runtime._watch.begun)
+    outcome = normal_cases.round_trip(buffer, inputs, rank, num_worst_tokens=8)
+    normal_cases.check_rank(inputs, rank, outcome, worst=8)
+    begun.append(buffer.runtime._watch.begun)
+    buffer.destroy()
+    return begun
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """A function that raises ``error``."""
+
+    def function(*arguments: Any) -> Any:
+        raise error
+
+    return function
 
 
 def other_rows(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int]:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.errors import REBUILD_GROUP, TransportError, UcclEpError
+from uccl_ep_serving.errors import REBUILD_GROUP, ConfigError, TransportError, UcclEpError
+from uccl_ep_serving.kernels.blocks import normal_device as block
 from uccl_ep_serving.modes import normal_gpu_session as module
 from uccl_ep_serving.modes.normal_gpu_session import NormalGpuSession
 from uccl_ep_serving.modes.row_format import RowFormat
@@ -31,6 +32,7 @@ def _session(monkeypatch: pytest.MonkeyPatch, look: Any = lambda: None) -> Norma
     )
     runtime: Any = SimpleNamespace(
         ranks=2,
+        rank=0,
         epoch=0,
         stale="",
         check=lambda phase: None,
@@ -75,3 +77,36 @@ def test_a_kernel_that_faults_is_named_while_the_host_waits_for_it(monkeypatch: 
     assert time.monotonic() - started < 1.0
     with pytest.raises(UcclEpError, match=r"an earlier normal combine .* was interrupted"):
         session.epoch.check(form.name)
+
+
+class Reply(dict[int, int]):
+    """Words of an opening, which a kernel has written."""
+
+    def __missing__(self, word: int) -> int:
+        return 0
+
+    def clear(self, word: int) -> None:  # type: ignore[override]
+        self[word] = 0
+
+    def take_shapes(self) -> list[tuple[int, int, int, int]]:
+        return [(1, NormalNotify.OPERATION_COMBINE << 16 | DTYPE_BF16, 256, 0)]
+
+
+def test_ranks_that_part_are_told_of_the_operation_in_which_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has launched others since."""
+    session = _session(monkeypatch)
+    dispatch = RowFormat(NormalNotify.OPERATION_DISPATCH, DTYPE_BF16, 128, 256)
+    tickets = [session.new_ticket(dispatch)]
+    tickets += [session.new_ticket(dispatch._replace(kind=NormalNotify.OPERATION_COMBINE)) for _ in range(2)]
+    reply = Reply({block.INFO_SHAPE_MISMATCH: tickets[0]})
+    session._present = SimpleNamespace(reply=reply)  # type: ignore[assignment]
+    words = "^normal dispatch: .* rank 0 a normal dispatch of .* rank 1 a normal combine"
+    with pytest.raises(ConfigError, match=words):
+        session.check("normal dispatch")
+    session.check("normal dispatch")
+    # one that a graph repeats, from before all that are remembered
+    for _ in range(2000):
+        session.new_ticket(dispatch._replace(kind=NormalNotify.OPERATION_COMBINE))
+    reply[block.INFO_SHAPE_MISMATCH] = tickets[0]
+    with pytest.raises(ConfigError, match=r"^normal combine: "):
+        session.check("normal dispatch")

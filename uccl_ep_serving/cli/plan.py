@@ -14,7 +14,10 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.window_sizes import normal_plan
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.gpu.program_budget import DEFAULT_SMS, row_traffic
+from uccl_ep_serving.modes.row_format import RowFormat, largest_row
 from uccl_ep_serving.protocol.layout import LowLatencyPlan, WindowLayout
+from uccl_ep_serving.protocol.message import NormalNotify
+from uccl_ep_serving.protocol.pipe import channel_count
 
 __all__ = ["ELEMENTS", "app", "plan"]
 
@@ -61,7 +64,8 @@ def plan(
         "window_bytes": layout.nbytes,
         "regions": [{"name": one.name, "bytes": one.nbytes, "meaning": one.meaning} for one in layout if one.nbytes],
     }
-    result["normal"] = _programs(settings, ranks, batch, hidden * ELEMENTS[dtype], topk, node_ranks or ranks)
+    form = RowFormat(NormalNotify.OPERATION_DISPATCH, 0, hidden, hidden * ELEMENTS[dtype], topk)
+    result["normal"] = _programs(settings, layout, form, batch, node_ranks or ranks)
     if low_latency is not None:
         result["low_latency"] = {
             "messages_to_each_rank_at_most": settings.least_channels,
@@ -71,21 +75,24 @@ def plan(
     return result
 
 
-def _programs(settings: Settings, ranks: int, batch: int, row_bytes: int, topk: int, node_ranks: int) -> dict[str, Any]:
+def _programs(settings: Settings, layout: WindowLayout, form: RowFormat, batch: int, node_ranks: int) -> dict[str, Any]:
     """What kernels, links and NICs move of ``batch`` tokens, and how many programs that takes."""
+    ranks = layout.ranks
     if ranks % node_ranks:
         raise ConfigError(f"{ranks} ranks do not fill hosts of {node_ranks}")
     # between hosts auto takes it where NICs do
     on_device = settings.window != "host"
     crossed = node_ranks if 1 < node_ranks < ranks and settings.hierarchy != "off" else 0
-    traffic = row_traffic(batch, row_bytes, min(topk, ranks), ranks, node_ranks, crossed, on_device)
+    form = form._replace(node_ranks=crossed)
+    traffic = row_traffic(batch, form.row_bytes, min(form.topk, ranks), ranks, node_ranks, crossed, on_device)
+    most = min(settings.programs or DEFAULT_SMS, DEFAULT_SMS)
     return {
         "tokens": batch,
         "bytes_by_kernels": round(traffic.copied),
         "bytes_over_links": round(traffic.link),
         "bytes_by_proxies": round(traffic.far),
         "windows_in": "GPU memory" if on_device else "host memory",
-        "programs": min(settings.programs or DEFAULT_SMS, DEFAULT_SMS),
+        "programs": channel_count(layout, largest_row(form), crossed, most),
     }
 
 

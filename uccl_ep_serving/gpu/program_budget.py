@@ -1,4 +1,4 @@
-"""What normal mode takes of a device: how many programs, and how much its kernels, links and NICs move."""
+"""What normal mode takes of a device: at most how many programs, and how much its kernels, links and NICs move."""
 
 from __future__ import annotations
 

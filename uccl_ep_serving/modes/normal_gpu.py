@@ -29,6 +29,7 @@ from .normal_arguments import NormalArguments, check_experts, check_ids
 from .normal_gpu_outputs import Outputs, Received, address_of
 from .normal_gpu_route import Marks, Route, Steps, all_of, new_marks, run_all
 from .normal_gpu_session import NormalGpuSession, Present
+from .row_format import RowFormat
 
 __all__ = ["NormalGpu"]
 
@@ -110,10 +111,10 @@ class NormalGpu:
     ) -> tuple[Received, torch.Tensor | None, torch.Tensor | None, list[int], Any, EventOverlap]:
         """The arguments of :meth:`Normal.dispatch`. Where ids are given they decide: the layout is counted again on the
         device, unless :meth:`get_dispatch_layout` has just counted this very tensor of ids. Between the two nothing may
-        write to it: torch tells of its own writes, and nobody of those of other kernels.
+        write to it: torch tells of its own writes outside of its inference mode, and nobody of those of other kernels.
 
         Args:
-            config: its ``num_sms`` is the most programs that move rows; see ``program_budget``.
+            config: its ``num_sms`` is the most programs that move rows; see :meth:`NormalGpuSession.channels`.
 
         Raises:
             ConfigError: wrong arguments; ranks that were given different operations (at once, or with
@@ -150,10 +151,13 @@ class NormalGpu:
                 known = route.new_handle(origin, channels, crossed, num_worst_tokens)
                 before, counts = route.steps(self._kernels, present.addresses), route.per_expert.data_ptr()
                 used += route.tensors
-            opening = self._opening(known, counts, present, tokens)
+            opening = self._opening(form, known, counts, present, tokens)
             outputs = Outputs(args, tokens * args.copies if reads_back else known.capacity, self._device)
             used += [known.route, known.number, known.is_token_in_rank]
             used += _copied(x, topk_idx, topk_weights, *layout)
+            if not reads_back:
+                # memory may run out, which must not count as an operation
+                before += outputs.filling + outputs.allocate(known.capacity)
             with session.operation(form) as operation:
                 if reads_back:
                     steps = (*before, *all_of(present.kernels.open(*present.addresses, wire, opening, 0)))
@@ -163,8 +167,6 @@ class NormalGpu:
                     # until the rows are moved the device waits for what stands here
                     known = self._after_opening(known, present)
                     before = outputs.allocate(known.capacity)
-                else:
-                    before += outputs.filling + outputs.allocate(known.capacity)
                 if form.kind == NormalNotify.OPERATION_CACHED_DISPATCH and self._runtime.mask.any():
                     outputs.rows.view(torch.uint8).zero_()
                 marks, kept = _marks_of(known)
@@ -188,7 +190,9 @@ class NormalGpu:
             session.end(form, tokens, known.remote_rows, started, reads_back)
             return outputs.x, outputs.topk_idx, outputs.topk_weights, per_local, known, event
 
-    def _opening(self, handle: NormalGpuHandle, counts: int, present: Present, tokens: int) -> NormalOpening:
+    def _opening(
+        self, form: RowFormat, handle: NormalGpuHandle, counts: int, present: Present, tokens: int
+    ) -> NormalOpening:
         """What an operation of ``handle`` is opened with; ``counts``: address of the tokens of each expert, or 0."""
         return NormalOpening(
             handle.is_token_in_rank.data_ptr(),
@@ -197,7 +201,7 @@ class NormalGpu:
             counts,
             handle.number.data_ptr(),
             present.reply.address,
-            self._session.new_ticket(),
+            self._session.new_ticket(form),
         )
 
     def _after_opening(self, handle: NormalGpuHandle, present: Present) -> NormalGpuHandle:
@@ -237,7 +241,7 @@ class NormalGpu:
             out_weights = None
             if topk:
                 out_weights = torch.empty(tokens, topk, dtype=torch.float32, device=self._device)
-            opening = self._opening(handle, 0, present, tokens)
+            opening = self._opening(form, handle, 0, present, tokens)
             tensors = NormalTensors(
                 rows.data_ptr(), 0, address_of(weights), 0, out.data_ptr(), 0, address_of(out_weights), 0
             )

@@ -26,9 +26,10 @@ from ..kernels.blocks import normal_device as block
 from ..kernels.blocks.normal_device import DeviceNormalState, NormalFormat
 from ..kernels.select import copy_normal_kernels, device_normal_kernels
 from ..protocol.message import NormalNotify
+from ..protocol.pipe import channel_count, ring_rows
 from .epoch import Epoch, Operation
 from .open_reply import OpenReply
-from .row_format import RowFormat, check_experts, overflow, shape_mismatch, wire_format
+from .row_format import RowFormat, check_experts, largest_row, overflow, shape_mismatch, wire_format
 
 if TYPE_CHECKING:
     from ..kernels.triton.normal import TritonNormalKernels
@@ -42,6 +43,8 @@ _GRACE = 30.0
 #: Seconds for which the host spins until the reply is there, and for which it lets other threads run in between. It
 #: sleeps only then: the shortest sleep takes 70 us and more (a timer of Linux has 50 us of slack).
 _SPINS, _YIELDS = 1e-3, 20e-3
+#: Operations whose formats are remembered: a host is not further ahead of its device.
+_REMEMBERED = 1024
 #: More than any device has multiprocessors.
 _MOST_PROGRAMS = 1 << 16
 
@@ -94,7 +97,8 @@ class NormalGpuSession:
         self._gpu = gpu
         self._present: Present | None = None
         self._ticket = 0
-        self._last: RowFormat | None = None
+        #: By ticket: what the latest operations were.
+        self._forms: dict[int, RowFormat] = {}
         self._warm: set[tuple[RowFormat, int, str]] = set()
 
     def check(self, phase: str) -> None:
@@ -103,10 +107,11 @@ class NormalGpuSession:
         if self._present is None or self.epoch.number != self._runtime.epoch:
             return
         reply = self._present.reply
-        if reply[block.INFO_SHAPE_MISMATCH]:
+        if ticket := reply[block.INFO_SHAPE_MISMATCH]:
             reply.clear(block.INFO_SHAPE_MISMATCH)
-            assert self._last is not None
-            raise shape_mismatch(self._last, self._runtime.rank, reply.take_shapes())
+            # of a graph that was captured long ago nothing is known any more: the latest stands for it
+            form = self._forms.get(ticket) or self._forms[self._ticket]
+            raise shape_mismatch(form, self._runtime.rank, reply.take_shapes())
         if overflow_rows := reply[block.INFO_OVERFLOW_ROWS]:
             reply.clear(block.INFO_OVERFLOW_ROWS)
             raise overflow(overflow_rows, "promised fewer")
@@ -128,7 +133,7 @@ class NormalGpuSession:
         runtime, capturing = self._runtime, self._gpu.order.capturing
         check_experts(form, runtime.layout.normal)
         row = form.row_bytes + form.meta_bytes
-        if not self.kernels.rows_of_a_ring(runtime.layout, row, form.node_ranks, form.channels):
+        if not ring_rows(runtime.layout, row, form.node_ranks, form.channels):
             raise ConfigError(
                 f"{form.name}: a row of {form.row_bytes} bytes and {form.meta_bytes} bytes of meta does not fit a ring "
                 f"of the window, of which {runtime.ranks} ranks and {form.channels} channels have one each. Next step: "
@@ -186,16 +191,17 @@ class NormalGpuSession:
 
     # -- one operation ------------------------------------------------------------------------------------------
 
-    def new_ticket(self) -> int:
+    def new_ticket(self, form: RowFormat) -> int:
         """What the opening of the next operation stores last, once it has told the host everything."""
         self._ticket += 1
+        self._forms[self._ticket] = form
+        self._forms.pop(self._ticket - _REMEMBERED, None)
         return self._ticket
 
     def operation(self, form: RowFormat) -> Operation:
         """What goes around launching an operation. Until something is launched, whatever ends it ends nothing else."""
         operation = self.epoch.operation(form.name)
         operation.void = True
-        self._last = form
         if self._runtime.rebuild_requested:
             # for other windows, since this call began
             self.check(form.name)
@@ -281,10 +287,8 @@ class NormalGpuSession:
             config: its ``num_sms`` is the most that the caller allows.
         """
         most = max(min(getattr(config, "num_sms", DEFAULT_SMS), self._multiprocessors), 1)
-        most = min(self._runtime.settings.programs or most, most)
-        # its combine, of values of up to 4 bytes, has as many
-        row = max(form.row_bytes, 4 * form.hidden) + form.meta_bytes
-        return self.kernels.channels(self._runtime.layout, row, node_ranks, most)
+        most = min(self._runtime.settings.programs or most, most, self.kernels.most_channels)
+        return channel_count(self._runtime.layout, largest_row(form), node_ranks, most)
 
     @functools.cached_property
     def _multiprocessors(self) -> int:

@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..gpu.memory import DeviceMemory
+from ..kernels.blocks.normal_device import PEER_INFO_WORDS
 from ..native.failure import acquired
 
 __all__ = ["OpenReply"]
-
-_RANK_WORDS = 4
 
 
 class OpenReply:
@@ -55,7 +54,7 @@ class OpenReply:
     def take_shapes(self) -> list[tuple[int, int, int, int]]:
         """(rank, coding, bytes of a row, bytes of meta) of the ranks that told of another shape, at most eight; they
         are forgotten, since the host raises them now."""
-        words = self._words[self._ranks].reshape(-1, _RANK_WORDS)
+        words = self._words[self._ranks].reshape(-1, PEER_INFO_WORDS)
         found = [
             (rank, int(coding), int(row), int(meta)) for rank, (shape, coding, row, meta) in enumerate(words) if shape
         ]

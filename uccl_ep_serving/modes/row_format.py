@@ -12,7 +12,16 @@ from ..kernels.blocks.normal_device import NormalFormat
 from ..protocol.layout import NormalPlan
 from ..protocol.message import NormalNotify, round_up
 
-__all__ = ["RowFormat", "check_experts", "check_room", "mark_bytes", "overflow", "shape_mismatch", "wire_format"]
+__all__ = [
+    "RowFormat",
+    "check_experts",
+    "check_room",
+    "largest_row",
+    "mark_bytes",
+    "overflow",
+    "shape_mismatch",
+    "wire_format",
+]
 
 _NAMES = {
     NormalNotify.OPERATION_DISPATCH: "normal dispatch",
@@ -77,6 +86,11 @@ class RowFormat(NamedTuple):
         epoch, number = self.origin
         mixed = _digest(self[:-1]) + (epoch + 1) * _EPOCH_STEP + (number + 1) * _NUMBER_STEP
         return mixed & _MOST
+
+
+def largest_row(form: RowFormat) -> int:
+    """Bytes of a row of the dispatch ``form``, or of its combine, of values of up to 4 bytes, with the meta."""
+    return max(form.row_bytes, 4 * form.hidden) + form.meta_bytes
 
 
 def check_room(form: RowFormat, plan: NormalPlan) -> None:

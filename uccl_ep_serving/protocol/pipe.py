@@ -26,9 +26,25 @@ channel: operations follow each other, so it carries nothing else meanwhile, and
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .streams import NORMAL_CHANNELS
 
-__all__ = ["ARRIVED", "EVERYTHING", "FREED", "LINE", "STAMP_SHIFT", "STEP", "pipe_count", "words_bytes"]
+if TYPE_CHECKING:
+    from .layout import WindowLayout
+
+__all__ = [
+    "ARRIVED",
+    "EVERYTHING",
+    "FREED",
+    "LINE",
+    "STAMP_SHIFT",
+    "STEP",
+    "channel_count",
+    "pipe_count",
+    "ring_rows",
+    "words_bytes",
+]
 
 ARRIVED, FREED = range(2)
 #: The number stands above the rows, which are below 2**31 as everywhere in normal mode.
@@ -40,6 +56,8 @@ LINE = 128
 #: Most rows of a pipe that a program moves before it looks again how far the others are: one for each lane of a wave of
 #: AMD's, so that no two count the same one.
 STEP = 64
+#: Rows of a ring below which fewer channels are better: two on their way while two are read.
+_LEAST_ROWS = 4
 
 
 def pipe_count(ranks: int) -> int:
@@ -50,3 +68,23 @@ def pipe_count(ranks: int) -> int:
 def words_bytes(ranks: int) -> int:
     """Bytes of the words of a window."""
     return 8 * 2 * NORMAL_CHANNELS * pipe_count(ranks)
+
+
+def ring_rows(layout: WindowLayout, row: int, node_ranks: int, channels: int) -> int:
+    """Rows of ``row`` bytes, meta included, that each ring holds with so many channels.
+
+    Args:
+        node_ranks: ranks of a node when each row crosses once to a node, else 0.
+    """
+    nodes = layout.ranks // node_ranks if node_ranks else 0
+    landing = layout["normal_heap"].offset + layout["normal_heap"].nbytes - layout.normal_rounds
+    rings = landing // (layout.ranks + nodes), layout["normal_send"].nbytes // (nodes or layout.ranks)
+    return min(rings) // channels // LINE * LINE // row
+
+
+def channel_count(layout: WindowLayout, row: int, node_ranks: int, most: int) -> int:
+    """Channels of an operation: as many as leave room for four rows in each ring, at most ``most``, at least one."""
+    channels = most
+    while channels > 1 and ring_rows(layout, row, node_ranks, channels) < _LEAST_ROWS:
+        channels -= 1
+    return channels
