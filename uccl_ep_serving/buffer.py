@@ -211,7 +211,8 @@ class Buffer:
         return self.runtime.stats()
 
     def check(self) -> None:
-        """Raise what is known to be wrong (a lost peer, a dead proxy, what kernels have reported). Waits for nothing.
+        """Raise what is known to be wrong: a lost peer, a dead proxy, what kernels have reported. Waits for nobody, but
+        where something is wrong until the ranks agree on it, at most UCCL_EP_TIMEOUT.
 
         Every operation does this. Who replays captured graphs calls none, and asks here between replays: after a
         failure their kernels send nothing and leave zeros.

@@ -215,8 +215,8 @@ class NormalGpuHandle(NamedTuple):
     """What a dispatch on a device hands to combine and to cached dispatches. Tensors are on the device.
 
     Attributes:
-        route: int64 [4, R, 16]: by channel, rows sent to each rank, received from each rank, and the same of each node
-            over a rail.
+        route: int64 [ROUTE_TABLES, R, NORMAL_CHANNELS]: by channel, rows sent to each rank, received from each rank,
+            and the same of each node over a rail.
         is_token_in_rank: bool [T, R].
         number: int64 [1], number of the dispatch, equal on all ranks.
         channels: that the rows are dealt to.

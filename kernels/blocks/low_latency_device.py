@@ -44,7 +44,7 @@ STATE_TABLES = (
     "NOTICES_READ",  # notices of the peer that have been read [sends]
     "COMBINE_BASE",  # where the peer puts combine messages of parity 0, in that parity [combine_send]
     "COMBINE_BASE_ODD",  # the same of parity 1
-    "COMBINE_COME",  # combine messages of parity 0 that have arrived from the peer [combine kernels]
+    "COMBINE_COME",  # combine messages of parity 0 that have arrived from the peer [combine_recv]
     "COMBINE_COME_ODD",  # the same of parity 1
     "MESSAGE_AT",  # address of the message being packed for the peer [sends, like the next three]
     "MESSAGE_FROM",  # its offset in this rank's window

@@ -28,9 +28,9 @@ _BLOCK, _MOVED, _SUMMED = 1024, 2048, 512
 _ANY_ADDRESS = 1 << 40
 #: Slots of a token whose rows are loaded together, by the expert's rank and by the token's: with more, ptxas spills.
 _WEIGHED_TOGETHER, _SUMMED_TOGETHER = 4, 8
-#: Programs of one kernel: as many as an H100 runs at once (32 of one warp on each of 132 multiprocessors) where rows
-#: are summed, and some for each multiprocessor where they are copied. Few tokens have several each; the rows of many
-#: sources share them, since few come from each.
+#: Programs that share the rows of all peers: as many as an H100 runs at once (32 of one warp on each of 132
+#: multiprocessors) where rows are summed before they are sent, and some for each multiprocessor where they are copied.
+#: Few tokens have several each. What a combine receives has a program for each token and block besides.
 _PROGRAMS, _SUMMING = 1024, 4096
 
 

@@ -129,9 +129,9 @@ OPERATIONS = {
     "later dispatch": ((*SEND, *RECEIVE), "own", 1, 1, 2, 2),
     "later combine": ((*RETURN, *SUM), "own", 1, 1, 2, 2),
     "dispatch, sent": (SEND, "current", 2, 1, 1, 1),
-    "dispatch, received": (RECEIVE, "other", 1, 1, 1, 1),
+    "dispatch, received": (RECEIVE, "other", 2, 1, 1, 1),
     "combine, sent": (RETURN, "other", 2, 1, 1, 1),
-    "combine, received": (SUM, "current", 1, 1, 1, 1),
+    "combine, received": (SUM, "current", 2, 1, 1, 1),
     "dispatch that nobody waits for": ((*SEND, *RECEIVE), "own", 1, 1, 2, 2),
     "its event is waited for": ((), "", 0, 0, 0, 1),
 }

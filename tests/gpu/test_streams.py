@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -260,6 +261,73 @@ def test_in_a_capture_memory_is_kept_by_the_event_and_not_by_the_allocator(devic
     with buffer.order.operation(event, own_stream=True):
         pass
     assert set(tensor.streams) == {current, buffer.order.stream}
+
+
+def test_in_a_capture_memory_of_another_stream_is_kept_by_the_hook(device: type[Device]) -> None:
+    """SGLang's single-batch overlap on Blackwell: a combine is sent on another stream, and received on the main one."""
+    buffer, tensor, other = OneBuffer(), Tensor(), Stream()
+    main = begin_capture(1)
+    device.kernel("experts")
+    other.wait_stream(main)
+    with device.on(other):
+        _, hook = buffer.dispatch("a", hook=True, tensor=tensor)
+    device.kernel("shared expert")
+    assert hook is not None
+    assert tensor.streams == []
+    held = sys.getrefcount(tensor)
+    hook()
+    # what the main stream is given from here on may use the memory again
+    assert {"a send", "shared expert"} <= device.kernels["a receive"]
+    assert set(tensor.streams) == {main}
+    assert sys.getrefcount(tensor) < held
+
+
+@pytest.mark.parametrize(("captured", "words"), [(True, "was captured .* is not"), (False, "was not .* would be")])
+def test_a_receive_is_captured_where_its_send_is(device: type[Device], captured: bool, words: str) -> None:
+    buffer = OneBuffer()
+    begin_capture(int(captured))
+    _, hook = buffer.dispatch("a", hook=True)
+    assert hook is not None
+    begin_capture(int(not captured))
+    with pytest.raises(ConfigError, match=rf"low-latency dispatch recv: the operation {words}\. Next step: call the"):
+        hook()
+    assert "a receive" not in device.kernels
+
+
+def test_no_graph_receives_what_was_sent_before(device: type[Device]) -> None:
+    buffer = OneBuffer()
+    epoch = buffer.session.epoch
+    buffer.dispatch("a", hook=True)
+    begin_capture(1)
+    with pytest.raises(ConfigError, match="has not been received, its recv hook was dropped, and no graph can"):
+        epoch.receive_dropped()
+    begin_capture(0)
+    epoch.receive_dropped()
+    assert (buffer.flight.count, buffer.received) == (0, [])
+    assert "a receive" in device.kernels
+
+
+def test_a_capture_that_is_given_up_leaves_nothing_in_flight(device: type[Device]) -> None:
+    buffer = OneBuffer()
+    begin_capture(1)
+    buffer.dispatch("a", hook=True)
+    begin_capture(0)
+    assert buffer.flight.count == 0
+    buffer.session.epoch.receive_dropped()
+    assert "a receive" not in device.kernels
+    for name in "bcd":
+        buffer.dispatch(name)
+
+
+def test_an_operation_after_a_capture_runs_after_the_one_before_it(device: type[Device]) -> None:
+    buffer = OneBuffer()
+    with device.on(Stream()):
+        buffer.dispatch("a", async_finish=True)
+    begin_capture(1)
+    buffer.dispatch("b")
+    begin_capture(0)
+    buffer.dispatch("c", hook=True)
+    assert "a receive" in device.kernels["c send"]
 
 
 class Captured(EventOverlap):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -119,12 +120,32 @@ class GpuContext:
             )
 
     def prepare(self, make: Callable[[], _Made]) -> _Made:
-        """What ``make`` makes of this rank's memory for an operation that is not begun yet.
+        """What ``make`` makes of this rank's memory, to stay, for an operation that is not begun yet.
 
         Raises:
             ConfigError: it cannot. Every rank raises, also those that wait in that operation already, and says whose
                 memory it is; the group stays usable.
         """
+        return self._refusing(lambda: self._lasting(make))
+
+    def _lasting(self, make: Callable[[], _Made]) -> _Made:
+        """What ``make`` makes, in none of the memory pools that an engine may have given the calling thread, to take
+        what is in them away while it sleeps (vLLM): a pool is of a thread (``torch.cuda.use_mem_pool``)."""
+        if self.interpreted:
+            return make()
+
+        def made() -> _Made:
+            with self.on_its_device():
+                found = make()
+                # no stream of the calling thread waits for this one's
+                self.memory.synchronize()
+                return found
+
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="uccl_ep memory") as thread:
+            return thread.submit(made).result()
+
+    def _refusing(self, make: Callable[[], _Made]) -> _Made:
+        """What ``make`` makes, or its error, which all ranks then raise."""
         try:
             return make()
         # of whatever kind: the others would wait
@@ -155,10 +176,10 @@ class GpuContext:
                 spaces: list[DeviceSpace] = []
                 finish_together(lambda: spaces.append(self._space_over(window)))
                 return spaces[0]
-        return self.prepare(lambda: self._space_over(None))
+        return self._refusing(lambda: self._space_over(None))
 
     def _space_over(self, window: DeviceWindow | None) -> DeviceSpace:
-        space = DeviceSpace(self._runtime.space, self.memory, window)
+        space = self._lasting(lambda: DeviceSpace(self._runtime.space, self.memory, window))
         # what a kernel has not published yet, no proxy can wait for
         self._runtime.before_draining(self.memory.synchronize)
         self._runtime.before_unmapping(lambda: space.close(self.keep))

@@ -105,11 +105,9 @@ class GpuOrder:
         self._own = torch.cuda.Stream(device, priority=-1)
         #: What the current stream had been given when an operation began: recorded again by each.
         self._begun = torch.cuda.Event()
-        self._last: torch.cuda.Event | None = None
-        #: ``_last`` is of the communication stream.
-        self._last_is_own = False
-        #: The capture that ``_last`` belongs to, None for none.
-        self._captured: int | None = None
+        #: By capture, None for what is not captured: the event of what ran last, and whether that was on the
+        #: communication stream. Of captures the latest alone.
+        self._last: dict[int | None, tuple[torch.cuda.Event, bool]] = {}
         #: While an operation is on the communication stream altogether, the stream that it was called on.
         self._caller: torch.cuda.Stream | None = None
 
@@ -136,14 +134,13 @@ class GpuOrder:
         with torch.cuda.stream(self._own):
             # First of all: once it waits for something captured it is part of the capture, and what is allocated on it
             # is the graph's.
+            wait_for(previous)
             if previous is None or previous.event is None:
                 self._own.wait_stream(caller)
-            else:
-                previous.current_stream_wait()
-                if self.capturing:
-                    # what its event holds in a capture (see below) goes with it, and the caller has not waited
-                    for tensor in previous.extra_tensors or ():
-                        tensor.record_stream(self._own)
+            elif self.capturing:
+                # what its event holds in a capture (see below) goes with it, and the caller has not waited
+                for tensor in previous.extra_tensors or ():
+                    tensor.record_stream(self._own)
             self._caller = caller
             try:
                 yield
@@ -165,13 +162,15 @@ class GpuOrder:
             # An event of another capture, or of none, cannot be waited for inside a capture, nor the other way round.
             # What is captured runs with the replay, whose order is the caller's.
             # The communication stream waits for nothing of its own.
-            if self._last is not None and capture == self._captured and not (own_stream and self._last_is_own):
-                stream.wait_event(self._last)
+            last, last_is_own = self._last.get(capture, (None, False))
+            if last is not None and not (own_stream and last_is_own):
+                stream.wait_event(last)
             with torch.cuda.stream(stream):
                 launch()
                 event = torch.cuda.Event()
                 event.record(stream)
-            self._last, self._last_is_own, self._captured = event, own_stream, capture
+            self._last = {none: self._last[none] for none in (None,) if none in self._last}
+            self._last[capture] = event, own_stream
             self.captures += capture is not None
             if stream != caller and finish:
                 caller.wait_event(event)

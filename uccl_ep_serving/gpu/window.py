@@ -363,11 +363,6 @@ class DeviceSpace:
         """True when windows lie in device memory, all of them."""
         return self._window is not None and not self._window.near_only
 
-    @property
-    def near_on_device(self) -> bool:
-        """True when the windows that kernels write themselves lie in device memory."""
-        return self._window is not None
-
     def take_report(self) -> None:
         """Make a failure that a kernel has reported this rank's sticky error."""
         if self._glance[ctx.ERROR_CODE]:

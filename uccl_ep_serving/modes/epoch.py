@@ -86,6 +86,11 @@ class InFlight:
         if number in self._open:
             self._dropped[number] = receive
 
+    @property
+    def has_dropped(self) -> bool:
+        """Whether a recv hook is gone that would have received something."""
+        return bool(self._dropped)
+
     def receive_dropped(self) -> None:
         """Receive what hooks that are gone would have received: their slots are needed again. Raises what that does."""
         while self._dropped:
@@ -151,14 +156,15 @@ class RecvHook:
     """The receiving half of an operation, for the caller to call: runs once, calling it again does nothing.
 
     It can be called again after ``receive`` raised. Once it has run it keeps nothing alive. Where it is dropped without
-    a call, the next operation of the mode receives first, into the tensors that this one returned.
+    a call, the next operation of the mode receives first, into the tensors that this one returned; what was captured is
+    not received then, since a capture that was given up has sent nothing.
 
     Args:
         operation: what was sent in the present epoch.
         receive: receives it.
         received: called after that, with the nanoseconds that it took.
         kept: what ``receive`` uses by address.
-        captured: it was sent in a graph that is being captured, and nobody but this hook can receive it.
+        captured: it was sent in a graph that is being captured: so must the receive be.
     """
 
     __slots__ = ("_captured", "_epoch", "_number", "_operation", "_pending", "_phase")
@@ -185,7 +191,11 @@ class RecvHook:
     def __del__(self) -> None:
         # whatever collects it is no place to wait for peers
         pending = self._pending
-        if pending is not None and not self._captured and self._number == self._epoch.number:
+        if pending is None or self._number != self._epoch.number:
+            return
+        if self._captured:
+            self._operation.received()
+        else:
             # all of it: what is called after receiving keeps memory that the kernels are given by address, too
             self._operation.drop(lambda: pending[0]())
 
@@ -196,6 +206,12 @@ class RecvHook:
         receive, received, _ = self._pending
         self._epoch.check(self._phase)
         self._epoch.check_number(self._phase, self._number, "this operation")
+        if self._epoch.capturing != self._captured:
+            sent, now = ("was", "is not") if self._captured else ("was not", "would be")
+            raise ConfigError(
+                f"{self._phase}: the operation {sent} captured in a graph, and its receive {now}. Next step: call the "
+                "recv hook in the capture that the operation is in, or before it"
+            )
         started = time.monotonic_ns()
         receive()
         self._pending = None
@@ -234,6 +250,11 @@ class Epoch:
         """True when the counters belong to the windows that are there, and operations may go on in them."""
         return self.number == self._runtime.epoch and not self._runtime.stale
 
+    @property
+    def capturing(self) -> bool:
+        """True while the current stream captures a graph."""
+        return self._gpu is not None and self._gpu.order.capturing
+
     def check(self, phase: str, begins: bool = False) -> None:
         """Raise what is known to be wrong before an operation; ``begins``: it needs nothing that was sent before."""
         runtime, gpu = self._runtime, self._gpu
@@ -255,6 +276,11 @@ class Epoch:
         """Receive what was sent in this epoch and whose recv hooks are gone. Raises what receiving does."""
         if self.present and not self._interrupted:
             for flight in self._flights:
+                if flight.has_dropped and self.capturing:
+                    raise ConfigError(
+                        "low-latency mode: an operation before this capture has not been received, its recv hook was "
+                        "dropped, and no graph can receive it. Next step: call its recv hook before the capture"
+                    )
                 flight.receive_dropped()
 
     def check_number(self, phase: str, number: int, what: str) -> None:
@@ -306,7 +332,7 @@ class Epoch:
                     self._fitting.add(plan)
                     return
                 why = "another rank asks for other windows"
-            if self._gpu is not None and self._gpu.order.capturing:
+            if self.capturing:
                 raise ConfigError(f"{phase}: {why}, and a graph is being captured. {RESERVE_FIRST}")
             if self.present and not self._interrupted and any(flight.count for flight in self._flights):
                 raise ConfigError(f"{phase}: {why}, and an operation is in flight. {RECEIVE_FIRST}")
@@ -353,9 +379,8 @@ class Epoch:
         """``error`` has ended an operation: some peers may have its message and others not, so that it can be neither
         repeated nor skipped. Of what is captured, nothing has run."""
         captured = False
-        if self._gpu is not None:
-            # a device that has failed answers this with its failure, and then nothing of a capture is of use
-            with contextlib.suppress(RuntimeError):
-                captured = self._gpu.order.capturing
+        # a device that has failed answers this with its failure, and then nothing of a capture is of use
+        with contextlib.suppress(RuntimeError):
+            captured = self.capturing
         if not captured:
             self._interrupted = f"{phase} ({type(error).__name__}: {error}".rstrip(": ") + ")"

@@ -114,7 +114,7 @@ class LowLatencyGpuSession:
             space = self._gpu.space()
             device, channels = self._gpu.memory.device, runtime.channels
             state = self._gpu.prepare(lambda: DeviceState(runtime.layout, channels, device))
-            runtime.before_unmapping(lambda: self._gpu.keep(state))
+            runtime.before_unmapping(lambda: self._gpu.keep(state, *self._blocks.values()))
             self._servings, self._combine_buffers, self._known = {}, {}, {}
             self._shared = state, space
             self.epoch.enter()
@@ -211,8 +211,10 @@ class LowLatencyGpuSession:
             # for other windows, since this call began
             epoch.check(phase)
 
-        def run(launches: tuple[Launch, ...], own_stream: bool, finish: bool) -> EventOverlap:
-            return order.run(lambda: _run_all(launches), used, own_stream=own_stream, finish=finish)
+        def run(
+            launches: tuple[Launch, ...], own_stream: bool, finish: bool, tensors: Sequence[torch.Tensor] = used
+        ) -> EventOverlap:
+            return order.run(lambda: _run_all(launches), tensors, own_stream=own_stream, finish=finish)
 
         def done(nanoseconds: int) -> None:
             received(nanoseconds)
@@ -228,7 +230,9 @@ class LowLatencyGpuSession:
             return event, None
         captured = order.capturing
         with operation:
-            event = run(send, False, True)
+            # The hook holds all tensors until the receive is launched, which waits for this. To record them as well
+            # would keep their memory from all that is captured later: of each layer the experts' output.
+            event = run(send, False, True, () if captured else used)
         sent = time.monotonic_ns() - started
         later = f"{phase} recv"
         return event, RecvHook(
