@@ -131,7 +131,7 @@ def report_address(context: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def sticky_code(context: tl.tensor) -> tl.tensor:
-    """Code of the sticky error, which proxies and host set: 0 until all lanes see it. For kernels of one warp."""
+    """Code of the sticky error, which proxies and host set: 0 until all threads see it, of which all ask."""
     return acquire(peek(context + _ERROR))
 
 
@@ -143,5 +143,5 @@ def has_failed(context: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def has_failed_now(context: tl.tensor) -> tl.tensor:
-    """The same where another program of this kernel may fail meanwhile. For kernels of one warp."""
+    """The same where another program of this kernel may fail meanwhile. All threads ask."""
     return acquire(verdict_address(context)) != 0

@@ -1,9 +1,9 @@
 """Which messages have been read: the acknowledgements that this rank sends and receives.
 
 The same rules as :mod:`..cpu.ll_message`. One program serves a peer, in one lane. It first tells the peer what that may
-be waiting for, and only then waits itself: two ranks that wait for each other have both spoken. Where a rank serves its
-peers one by one, all ranks go through their pairs in the same order. Normally every header has said all in time, and
-nothing here touches memory of the host.
+be waiting for, and only then waits itself: two ranks that wait for each other have both spoken.
+
+Normally every header has said all in time, and nothing here touches memory of the host.
 """
 
 from __future__ import annotations

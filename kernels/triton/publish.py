@@ -4,7 +4,7 @@ A command is 16 bytes in pinned host memory, on CUDA one store; the lap bit stan
 never takes half of one. Heads, the last known tails and capacities live in device memory: nothing is read back over
 PCIe unless a ring seems full, and nothing but commands is written. Kernels of a Buffer run one after the other, but
 several programs of one publish, and take slots by atomic additions: in low latency one for each command, into several
-rings at once (:func:`put_commands`); in normal mode one for all commands of a turn, into one ring (:func:`put_batch`).
+rings at once (:func:`put_commands`); in normal mode one for the commands of a step, into one ring (:func:`put_batch`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bounded waits inside kernels of one warp, and how a kernel fails.
+"""Bounded waits inside kernels, and how a kernel fails.
 
 A wait ends when what it waits for is there, when the time limit of the kernel context is over, or when the sticky error
 is set (a proxy died, the host saw a peer's connection close). However it fails, the verdict in device memory is set:

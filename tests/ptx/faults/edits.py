@@ -145,7 +145,7 @@ def _meets_a_barrier(rest: Sequence[Instruction | Label], gone: Sequence[int]) -
             return False
         if one.name == "bar.sync" and one.line not in gone:
             return one.guard is None
-        if one.opcode in ("ld", "st", "atom", "red", "ldmatrix", "stmatrix") and "param" not in one.modifiers:
+        if one.opcode in ("ld", "st", "atom", "red", "ldmatrix", "stmatrix", "call") and "param" not in one.modifiers:
             return False
     return False
 
