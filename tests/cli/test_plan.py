@@ -47,8 +47,12 @@ def test_programs_of_normal_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCCL_EP_PROGRAMS", "6")
     assert plan(16, 0, 7168, 64, 8, "bf16")["normal"]["programs"] == 6
     monkeypatch.delenv("UCCL_EP_PROGRAMS")
+    monkeypatch.delenv("UCCL_EP_WINDOW")
     # a ring of each of so many ranks holds four rows with fewer channels only
     assert plan(256, 0, 7168, 256, 8, "bf16", node_ranks=8)["normal"]["programs"] == 9
+    monkeypatch.delenv("UCCL_EP_HIERARCHY")
+    monkeypatch.setenv("UCCL_EP_HEAP_BYTES", "64M")
+    assert plan(256, 0, 7168, 256, 8, "bf16", node_ranks=8)["normal"]["programs"] == 6
     with pytest.raises(ConfigError, match="do not fill hosts of 3"):
         plan(16, 0, 7168, 64, 8, "bf16", node_ranks=3)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +94,26 @@ def test_what_lasts_is_allocated_in_no_pool_of_the_calling_thread(gpu: GpuContex
     assert thread != threading.get_ident()
     assert (device, inference, done) == (OURS, False, ["made", "synchronized"])
     assert Device.chosen == CURRENT
+
+
+def test_what_is_made_for_an_interrupted_call_is_undone(gpu: GpuContext) -> None:
+    undone: list[str] = []
+    gpu.memory.synchronize = lambda: None  # type: ignore[method-assign]
+
+    def make() -> str:
+        """While the calling thread waits for it."""
+        time.sleep(0.2)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.2)
+        return "memory"
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gpu.prepare(make, undone.append)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert undone == ["memory"]
 
 
 def test_normal_kernels_are_compiled_for_the_device_of_the_buffer(

@@ -282,16 +282,37 @@ def test_in_a_capture_memory_of_another_stream_is_kept_by_the_hook(device: type[
     assert sys.getrefcount(tensor) < held
 
 
-@pytest.mark.parametrize(("captured", "words"), [(True, "was captured .* is not"), (False, "was not .* would be")])
-def test_a_receive_is_captured_where_its_send_is(device: type[Device], captured: bool, words: str) -> None:
+@pytest.mark.parametrize(
+    ("sent", "called", "words"),
+    [
+        (1, 0, "was captured in a graph, .* call the recv hook in that capture"),
+        (1, 2, "was captured in a graph, .* call the recv hook in that capture"),
+        (0, 1, "was not captured, .* call the recv hook before the capture begins"),
+    ],
+)
+def test_a_receive_is_captured_where_its_send_is(device: type[Device], sent: int, called: int, words: str) -> None:
     buffer = OneBuffer()
-    begin_capture(int(captured))
+    begin_capture(sent)
     _, hook = buffer.dispatch("a", hook=True)
     assert hook is not None
-    begin_capture(int(not captured))
-    with pytest.raises(ConfigError, match=rf"low-latency dispatch recv: the operation {words}\. Next step: call the"):
+    begin_capture(called)
+    with pytest.raises(ConfigError, match=f"low-latency dispatch recv: the operation {words}"):
         hook()
     assert "a receive" not in device.kernels
+
+
+def test_a_captured_receive_runs_after_its_send_whatever_is_run_in_between(device: type[Device]) -> None:
+    buffer = OneBuffer()
+    begin_capture(1)
+    _, hook = buffer.dispatch("a", hook=True)
+    assert hook is not None
+    with device.on(Stream()):
+        buffer.dispatch("b", hook=True)
+    beside = Stream()
+    beside.join(1)
+    with device.on(beside):
+        hook()
+    assert "a send" in device.kernels["a receive"]
 
 
 def test_no_graph_receives_what_was_sent_before(device: type[Device]) -> None:
@@ -307,16 +328,26 @@ def test_no_graph_receives_what_was_sent_before(device: type[Device]) -> None:
     assert "a receive" in device.kernels
 
 
-def test_a_capture_that_is_given_up_leaves_nothing_in_flight(device: type[Device]) -> None:
+@pytest.mark.parametrize("later", [0, 2])
+def test_a_capture_that_is_given_up_leaves_nothing_in_flight(device: type[Device], later: int) -> None:
+    buffer = OneBuffer()
+    begin_capture(1)
+    sent = buffer.dispatch("a", hook=True)
+    begin_capture(later)
+    del sent
+    buffer.session.epoch.receive_dropped()
+    assert buffer.flight.count == 0
+    assert "a receive" not in device.kernels
+
+
+def test_a_capture_receives_what_its_dropped_hooks_would_have(device: type[Device]) -> None:
     buffer = OneBuffer()
     begin_capture(1)
     buffer.dispatch("a", hook=True)
-    begin_capture(0)
-    assert buffer.flight.count == 0
+    assert buffer.flight.count == 1
     buffer.session.epoch.receive_dropped()
-    assert "a receive" not in device.kernels
-    for name in "bcd":
-        buffer.dispatch(name)
+    assert buffer.flight.count == 0
+    assert device.kernels["a receive"] == {"a send"}
 
 
 def test_an_operation_after_a_capture_runs_after_the_one_before_it(device: type[Device]) -> None:

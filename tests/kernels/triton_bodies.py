@@ -22,6 +22,8 @@ from tests.support.ll_replay import Layer, RecordingOrder
 from uccl_ep_serving.buffer import Backend, Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, TransportError, UcclEpError
+from uccl_ep_serving.gpu import context
+from uccl_ep_serving.kernels.blocks.low_latency_device import DevicePlan
 
 #: What kernels of two ranks can go through.
 PATHS: dict[str, dict[str, Any]] = {
@@ -377,7 +379,10 @@ def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     assert torch.allclose(out.float(), other.x.float() * other.topk_weights, rtol=0.02)
     dispatch(buffer, case, given)
     assert buffer.runtime.epoch == epoch
+    order.capturing = False
     buffer.destroy()
+    # a replay reads its sizes before it finds that the windows are gone
+    assert any(isinstance(one, DevicePlan) for one in context._kept)
 
 
 def combine_buffers(exchange: StoreExchange, overrides: dict[str, Any]) -> None:

@@ -87,9 +87,7 @@ def between_low_latency(
     buffer, rank = opened(exchange, overrides), exchange.rank
     inputs, near = case.inputs(), ll_cases.Case(ranks=buffer.group_size, tokens=4, experts=4, topk=2, counts=(4, 3))
     for _ in range(2):
-        given = near.inputs()
-        facade: Any = SimpleNamespace(dispatch=buffer.low_latency_dispatch, combine=buffer.low_latency_combine)
-        ll_cases.check_combined(near, given, rank, ll_cases.run_rank(near, facade, rank, given))
+        in_low_latency(buffer, near)
         outcome = normal_cases.round_trip(buffer, inputs, rank)
         normal_cases.check_rank(inputs, rank, outcome)
     assert buffer.runtime.epoch == 1
@@ -337,23 +335,29 @@ def parted(exchange: StoreExchange, overrides: dict[str, Any]) -> list[str]:
     return said
 
 
-def short_of_memory(exchange: StoreExchange, overrides: dict[str, Any]) -> list[int]:
-    """Rank 1 has no memory for what a dispatch returns, and calls again. Operations that this rank has begun after each
-    call."""
+def short_of_memory(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """Rank 1 has no memory for what a dispatch returns, and calls again. Then the ranks build other windows, for which
+    all must have begun as many operations."""
     buffer, rank = opened(exchange, overrides), exchange.rank
     case = Case(tokens=(4, 3), experts=4, topk=2)
-    inputs, begun = case.inputs(), []
+    inputs = case.inputs()
     if rank:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Outputs, "allocate", raising(torch.OutOfMemoryError("CUDA out of memory")))
             with pytest.raises(torch.OutOfMemoryError):
                 normal_cases.dispatch(buffer, inputs, rank, num_worst_tokens=8)
-        begun.append(buffer.runtime._watch.begun)
     outcome = normal_cases.round_trip(buffer, inputs, rank, num_worst_tokens=8)
     normal_cases.check_rank(inputs, rank, outcome, worst=8)
-    begun.append(buffer.runtime._watch.begun)
+    near = ll_cases.Case(ranks=buffer.group_size, tokens=4, experts=4, topk=2, counts=(4, 3))
+    in_low_latency(buffer, near)
     buffer.destroy()
-    return begun
+
+
+def in_low_latency(buffer: Buffer, case: ll_cases.Case) -> None:
+    """A dispatch and its combine."""
+    inputs = case.inputs()
+    facade: Any = SimpleNamespace(dispatch=buffer.low_latency_dispatch, combine=buffer.low_latency_combine)
+    ll_cases.check_combined(case, inputs, buffer.rank, ll_cases.run_rank(case, facade, buffer.rank, inputs))
 
 
 def raising(error: BaseException) -> Callable[..., Any]:

@@ -30,6 +30,11 @@ class RecordingOrder:
     #: What is run meanwhile is not kept.
     eager = False
 
+    @property
+    def capture(self) -> int | None:
+        """There is one."""
+        return 1 if self.capturing else None
+
     def __init__(self) -> None:
         self.launches: list[Callable[[], None]] = []
         self.captures = 0

@@ -119,18 +119,22 @@ class GpuContext:
                 "Next step: dispatch and combine once, and capture the graphs again"
             )
 
-    def prepare(self, make: Callable[[], _Made]) -> _Made:
-        """What ``make`` makes of this rank's memory, to stay, for an operation that is not begun yet.
+    def prepare(self, make: Callable[[], _Made], undo: Callable[[_Made], object] = lambda made: None) -> _Made:
+        """Allocate, with ``make``, memory that outlives the operation that is about to begin.
+
+        Args:
+            undo: for what ``make`` has made once the calling thread was interrupted.
 
         Raises:
             ConfigError: it cannot. Every rank raises, also those that wait in that operation already, and says whose
                 memory it is; the group stays usable.
         """
-        return self._refusing(lambda: self._lasting(make))
+        return self._refusing(lambda: self._lasting(make, undo))
 
-    def _lasting(self, make: Callable[[], _Made]) -> _Made:
-        """What ``make`` makes, in none of the memory pools that an engine may have given the calling thread, to take
-        what is in them away while it sleeps (vLLM): a pool is of a thread (``torch.cuda.use_mem_pool``)."""
+    def _lasting(self, make: Callable[[], _Made], undo: Callable[[_Made], object]) -> _Made:
+        """Run ``make`` in a thread of its own. An engine may have given the calling thread a memory pool, which it
+        discards while it sleeps (vLLM); from torch 2.8 on such a pool is of one thread (``torch.cuda.use_mem_pool``).
+        """
         if self.interpreted:
             return make()
 
@@ -142,7 +146,13 @@ class GpuContext:
                 return found
 
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="uccl_ep memory") as thread:
-            return thread.submit(made).result()
+            task = thread.submit(made)
+            try:
+                return task.result()
+            except BaseException:
+                # interrupted: what the other thread makes meanwhile is nobody's
+                task.add_done_callback(lambda done: done.exception() or undo(done.result()))
+                raise
 
     def _refusing(self, make: Callable[[], _Made]) -> _Made:
         """What ``make`` makes, or its error, which all ranks then raise."""
@@ -179,7 +189,7 @@ class GpuContext:
         return self._refusing(lambda: self._space_over(None))
 
     def _space_over(self, window: DeviceWindow | None) -> DeviceSpace:
-        space = self._lasting(lambda: DeviceSpace(self._runtime.space, self.memory, window))
+        space = self._lasting(lambda: DeviceSpace(self._runtime.space, self.memory, window), DeviceSpace.close)
         # what a kernel has not published yet, no proxy can wait for
         self._runtime.before_draining(self.memory.synchronize)
         self._runtime.before_unmapping(lambda: space.close(self.keep))

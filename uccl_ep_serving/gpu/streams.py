@@ -31,6 +31,10 @@ class StreamOrder(Protocol):
         """True while the current stream captures a graph."""
 
     @property
+    def capture(self) -> int | None:
+        """Number of the capture that the current stream takes part in, None for none."""
+
+    @property
     def captures(self) -> int:
         """How many times something was run that was captured, and may be replayed."""
 
@@ -68,6 +72,7 @@ class HostOrder:
     """In Triton's interpreter a kernel is over when its launch returns."""
 
     capturing = False
+    capture = None
     captures = 0
     stream = None
 
@@ -117,6 +122,12 @@ class GpuOrder:
             return torch.cuda.is_current_stream_capturing()
 
     @property
+    def capture(self) -> int | None:
+        if not self.capturing:
+            return None
+        return self._capture_of(torch.cuda.current_stream(self._device).cuda_stream)
+
+    @property
     def stream(self) -> Any:
         return self._own
 
@@ -154,8 +165,7 @@ class GpuOrder:
         caller = self._caller or current
         stream = self._own if own_stream else current
         with torch.cuda.device(self._device):
-            capturing = torch.cuda.is_current_stream_capturing()
-            capture = self._capture_of(current.cuda_stream) if capturing else None
+            capture = self.capture
             if stream != current:
                 self._begun.record(current)
                 stream.wait_event(self._begun)
@@ -169,7 +179,9 @@ class GpuOrder:
                 launch()
                 event = torch.cuda.Event()
                 event.record(stream)
-            self._last = {none: self._last[none] for none in (None,) if none in self._last}
+            if capture is not None:
+                for over in self._last.keys() - {None, capture}:
+                    del self._last[over]
             self._last[capture] = event, own_stream
             self.captures += capture is not None
             if stream != caller and finish:

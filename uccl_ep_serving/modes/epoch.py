@@ -50,9 +50,9 @@ class InFlight:
         self._kind = kind
         self._next = 0
         self._open: set[int] = set()
-        #: By number, the receipt of operations whose recv hook nobody can call any more. Writer: whatever thread
-        #: collects the hook.
-        self._dropped: dict[int, Callable[[], object]] = {}
+        #: By number, the receipt of operations whose recv hook nobody can call any more, and the capture that they were
+        #: sent in. Writer: whatever thread collects the hook.
+        self._dropped: dict[int, tuple[Callable[[], object], int | None]] = {}
 
     @property
     def count(self) -> int:
@@ -81,21 +81,34 @@ class InFlight:
         """Operation ``number`` was received."""
         self._open.discard(number)
 
-    def drop(self, number: int, receive: Callable[[], object]) -> None:
-        """The recv hook of operation ``number`` was collected before it was called."""
+    def drop(self, number: int, receive: Callable[[], object], capture: int | None) -> None:
+        """The recv hook of operation ``number``, sent in ``capture``, was collected before it was called."""
         if number in self._open:
-            self._dropped[number] = receive
+            self._dropped[number] = receive, capture
 
     @property
     def has_dropped(self) -> bool:
         """Whether a recv hook is gone that would have received something."""
         return bool(self._dropped)
 
-    def receive_dropped(self) -> None:
-        """Receive what hooks that are gone would have received: their slots are needed again. Raises what that does."""
+    def receive_dropped(self, capture: int | None) -> None:
+        """Receive what hooks that are gone would have received: their slots are needed again. Raises what that does.
+
+        Args:
+            capture: that the next operation is part of, None for none. Another one, which is over without a receive,
+                was given up: it has sent nothing.
+        """
         while self._dropped:
             number = min(tuple(self._dropped))  # a copy: a hook may be collected in between
-            self._dropped.pop(number)()
+            receive, sent_in = self._dropped[number]
+            if sent_in is None and capture is not None:
+                raise ConfigError(
+                    "low-latency mode: an operation before this capture has not been received, its recv hook was "
+                    "dropped, and no graph can receive it. Next step: keep that hook, and call it before the capture"
+                )
+            del self._dropped[number]
+            if sent_in == capture:
+                receive()
             self.end(number)
 
     def withdraw(self, number: int) -> None:
@@ -146,28 +159,28 @@ class Operation:
         if self._flight is not None:
             self._flight.end(self._number)
 
-    def drop(self, receive: Callable[[], object]) -> None:
+    def drop(self, receive: Callable[[], object], capture: int | None) -> None:
         """Nobody will receive it by its hook; ``receive`` does, and keeps alive what it uses."""
         if self._flight is not None:
-            self._flight.drop(self._number, receive)
+            self._flight.drop(self._number, receive, capture)
 
 
 class RecvHook:
     """The receiving half of an operation, for the caller to call: runs once, calling it again does nothing.
 
     It can be called again after ``receive`` raised. Once it has run it keeps nothing alive. Where it is dropped without
-    a call, the next operation of the mode receives first, into the tensors that this one returned; what was captured is
-    not received then, since a capture that was given up has sent nothing.
+    a call, the next operation of the mode (of a capture: the next in that capture) receives first, into the tensors
+    that this one returned.
 
     Args:
         operation: what was sent in the present epoch.
         receive: receives it.
         received: called after that, with the nanoseconds that it took.
         kept: what ``receive`` uses by address.
-        captured: it was sent in a graph that is being captured: so must the receive be.
+        capture: it was sent in, None for none: there it must be received.
     """
 
-    __slots__ = ("_captured", "_epoch", "_number", "_operation", "_pending", "_phase")
+    __slots__ = ("_capture", "_epoch", "_number", "_operation", "_pending", "_phase")
 
     def __init__(
         self,
@@ -177,10 +190,10 @@ class RecvHook:
         receive: Callable[[], object],
         received: Callable[[int], None],
         kept: object = None,
-        captured: bool = False,
+        capture: int | None = None,
     ) -> None:
         self._epoch, self._number = epoch, epoch.number
-        self._operation, self._captured = operation, captured
+        self._operation, self._capture = operation, capture
         self._phase = phase
         self._pending: tuple[Callable[[], object], Callable[[int], None], object] | None = receive, received, kept
 
@@ -191,13 +204,9 @@ class RecvHook:
     def __del__(self) -> None:
         # whatever collects it is no place to wait for peers
         pending = self._pending
-        if pending is None or self._number != self._epoch.number:
-            return
-        if self._captured:
-            self._operation.received()
-        else:
+        if pending is not None and self._number == self._epoch.number:
             # all of it: what is called after receiving keeps memory that the kernels are given by address, too
-            self._operation.drop(lambda: pending[0]())
+            self._operation.drop(lambda: pending[0](), self._capture)
 
     @in_turn
     def __call__(self) -> None:
@@ -206,11 +215,13 @@ class RecvHook:
         receive, received, _ = self._pending
         self._epoch.check(self._phase)
         self._epoch.check_number(self._phase, self._number, "this operation")
-        if self._epoch.capturing != self._captured:
-            sent, now = ("was", "is not") if self._captured else ("was not", "would be")
+        if self._epoch.capture != self._capture:
+            sent, step = ("was not captured", "before the capture begins")
+            if self._capture is not None:
+                sent, step = ("was captured in a graph", "in that capture")
             raise ConfigError(
-                f"{self._phase}: the operation {sent} captured in a graph, and its receive {now}. Next step: call the "
-                "recv hook in the capture that the operation is in, or before it"
+                f"{self._phase}: the operation {sent}, and its receive would not be there. Next step: call the recv "
+                f"hook {step}"
             )
         started = time.monotonic_ns()
         receive()
@@ -255,6 +266,11 @@ class Epoch:
         """True while the current stream captures a graph."""
         return self._gpu is not None and self._gpu.order.capturing
 
+    @property
+    def capture(self) -> int | None:
+        """Number of the capture that the current stream takes part in, None for none."""
+        return None if self._gpu is None else self._gpu.order.capture
+
     def check(self, phase: str, begins: bool = False) -> None:
         """Raise what is known to be wrong before an operation; ``begins``: it needs nothing that was sent before."""
         runtime, gpu = self._runtime, self._gpu
@@ -276,12 +292,8 @@ class Epoch:
         """Receive what was sent in this epoch and whose recv hooks are gone. Raises what receiving does."""
         if self.present and not self._interrupted:
             for flight in self._flights:
-                if flight.has_dropped and self.capturing:
-                    raise ConfigError(
-                        "low-latency mode: an operation before this capture has not been received, its recv hook was "
-                        "dropped, and no graph can receive it. Next step: call its recv hook before the capture"
-                    )
-                flight.receive_dropped()
+                if flight.has_dropped:
+                    flight.receive_dropped(self.capture)
 
     def check_number(self, phase: str, number: int, what: str) -> None:
         """Raise ConfigError unless ``what`` was sent in the present epoch."""

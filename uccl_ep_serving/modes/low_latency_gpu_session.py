@@ -228,11 +228,11 @@ class LowLatencyGpuSession:
                 operation.received()
             done(time.monotonic_ns() - started)
             return event, None
-        captured = order.capturing
+        capture = epoch.capture
         with operation:
             # The hook holds all tensors until the receive is launched, which waits for this. To record them as well
             # would keep their memory from all that is captured later: of each layer the experts' output.
-            event = run(send, False, True, () if captured else used)
+            event = run(send, False, True, used if capture is None else ())
         sent = time.monotonic_ns() - started
         later = f"{phase} recv"
         return event, RecvHook(
@@ -241,7 +241,7 @@ class LowLatencyGpuSession:
             later,
             lambda: run(receive, False, True),
             lambda nanoseconds: done(sent + nanoseconds),
-            captured=captured,
+            capture=capture,
         )
 
     def combine_buffer(self, plan: LowLatencyPlan, dtype: torch.dtype) -> torch.Tensor:

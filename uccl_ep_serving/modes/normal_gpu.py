@@ -111,7 +111,8 @@ class NormalGpu:
     ) -> tuple[Received, torch.Tensor | None, torch.Tensor | None, list[int], Any, EventOverlap]:
         """The arguments of :meth:`Normal.dispatch`. Where ids are given they decide: the layout is counted again on the
         device, unless :meth:`get_dispatch_layout` has just counted this very tensor of ids. Between the two nothing may
-        write to it: torch tells of its own writes outside of its inference mode, and nobody of those of other kernels.
+        write to it: torch tells of its own writes, but not of those to tensors made in inference mode, and nobody of
+        those of other kernels.
 
         Args:
             config: its ``num_sms`` is the most programs that move rows; see :meth:`NormalGpuSession.channels`.
@@ -132,8 +133,9 @@ class NormalGpu:
             crossed = session.node_ranks(args.form.name)
             known = None if args.handle is None else _on_its_way(args.handle, crossed)
             crossed = crossed if known is None or known.nodes is not None else 0
-            channels = session.channels(args.form, crossed, config) if known is None else known.channels
-            form, tokens = args.form._replace(node_ranks=crossed, channels=channels), args.rows.shape[0]
+            form, tokens = args.form._replace(node_ranks=crossed), args.rows.shape[0]
+            channels = session.channels(form, config) if known is None else known.channels
+            form = form._replace(channels=channels)
             reads_back = known is None and not num_worst_tokens
             if reads_back and order.capturing:
                 raise ConfigError(

@@ -43,8 +43,8 @@ _GRACE = 30.0
 #: Seconds for which the host spins until the reply is there, and for which it lets other threads run in between. It
 #: sleeps only then: the shortest sleep takes 70 us and more (a timer of Linux has 50 us of slack).
 _SPINS, _YIELDS = 1e-3, 20e-3
-#: Operations whose formats are remembered: a host is not further ahead of its device.
-_REMEMBERED = 1024
+#: A ticket is the number of an operation times this, and the place of its format among all.
+_FORMATS = 1 << 16
 #: More than any device has multiprocessors.
 _MOST_PROGRAMS = 1 << 16
 
@@ -97,8 +97,8 @@ class NormalGpuSession:
         self._gpu = gpu
         self._present: Present | None = None
         self._ticket = 0
-        #: By ticket: what the latest operations were.
-        self._forms: dict[int, RowFormat] = {}
+        #: Of all operations: the place of each in the order of their first.
+        self._forms: dict[RowFormat, int] = {}
         self._warm: set[tuple[RowFormat, int, str]] = set()
 
     def check(self, phase: str) -> None:
@@ -109,9 +109,7 @@ class NormalGpuSession:
         reply = self._present.reply
         if ticket := reply[block.INFO_SHAPE_MISMATCH]:
             reply.clear(block.INFO_SHAPE_MISMATCH)
-            # of a graph that was captured long ago nothing is known any more: the latest stands for it
-            form = self._forms.get(ticket) or self._forms[self._ticket]
-            raise shape_mismatch(form, self._runtime.rank, reply.take_shapes())
+            raise shape_mismatch(list(self._forms)[ticket % _FORMATS], self._runtime.rank, reply.take_shapes())
         if overflow_rows := reply[block.INFO_OVERFLOW_ROWS]:
             reply.clear(block.INFO_OVERFLOW_ROWS)
             raise overflow(overflow_rows, "promised fewer")
@@ -176,7 +174,7 @@ class NormalGpuSession:
         space = self._gpu.space()
         nbytes = kernels.info_bytes(runtime.layout.normal.local_experts)
         ranks_at, rank_words = block.INFO_WORDS, block.PEER_INFO_WORDS * runtime.ranks
-        reply = self._gpu.prepare(lambda: OpenReply(memory, nbytes, ranks_at, rank_words))
+        reply = self._gpu.prepare(lambda: OpenReply(memory, nbytes, ranks_at, rank_words), OpenReply.close)
         states: list[object] = []
 
         def release() -> None:
@@ -192,10 +190,10 @@ class NormalGpuSession:
     # -- one operation ------------------------------------------------------------------------------------------
 
     def new_ticket(self, form: RowFormat) -> int:
-        """What the opening of the next operation stores last, once it has told the host everything."""
-        self._ticket += 1
-        self._forms[self._ticket] = form
-        self._forms.pop(self._ticket - _REMEMBERED, None)
+        """What the opening of the next operation stores last, once it has told the host everything. It names the
+        format, also where a graph repeats it."""
+        place = self._forms.setdefault(form, len(self._forms))
+        self._ticket = (self._ticket // _FORMATS + 1) * _FORMATS + place
         return self._ticket
 
     def operation(self, form: RowFormat) -> Operation:
@@ -280,7 +278,7 @@ class NormalGpuSession:
 
     # -- how much to launch -------------------------------------------------------------------------------------
 
-    def channels(self, form: RowFormat, node_ranks: int, config: Any) -> int:
+    def channels(self, form: RowFormat, config: Any) -> int:
         """Channels of a first dispatch, each of which a program serves; equal on all ranks that are set alike.
 
         Args:
@@ -288,7 +286,7 @@ class NormalGpuSession:
         """
         most = max(min(getattr(config, "num_sms", DEFAULT_SMS), self._multiprocessors), 1)
         most = min(self._runtime.settings.programs or most, most, self.kernels.most_channels)
-        return channel_count(self._runtime.layout, largest_row(form), node_ranks, most)
+        return channel_count(self._runtime.layout, largest_row(form), form.node_ranks, most)
 
     @functools.cached_property
     def _multiprocessors(self) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError
-from ..kernels.blocks.normal_device import NormalFormat
 from ..protocol.layout import NormalPlan
 from ..protocol.message import NormalNotify, round_up
+
+if TYPE_CHECKING:
+    from ..kernels.blocks.normal_device import NormalFormat
 
 __all__ = [
     "RowFormat",
@@ -130,6 +132,9 @@ def mark_bytes(node_ranks: int) -> int:
 @functools.lru_cache(maxsize=256)
 def wire_format(form: RowFormat) -> NormalFormat:
     """``form`` for kernels of a device: the number of the dispatch of a handle is known to the device only."""
+    # it imports torch, which ``uccl-ep plan`` does without
+    from ..kernels.blocks.normal_device import NormalFormat
+
     epoch, number = form.origin
     step = form._replace(origin=(epoch, number + 1)).digest - form.digest
     return NormalFormat(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,9 @@ class Allocations(TorchDispatchMode):
         if nbytes == 0 or address in self._kept:
             return
         self._kept[address] = tensor
+        if fresh:
+            # whatever was there: as floats NaN or more than any sum, as numbers no index
+            ctypes.memset(address, 0x7F, nbytes)
         name = f"tensor {len(self._kept)} of {self._name}, {tensor.dtype} {list(tensor.shape)}"
         self._memory.register(name, address, nbytes, watched=False, fresh=fresh)
 
