@@ -189,7 +189,9 @@ class GpuContext:
         return self._refusing(lambda: self._space_over(None))
 
     def _space_over(self, window: DeviceWindow | None) -> DeviceSpace:
-        space = self._lasting(lambda: DeviceSpace(self._runtime.space, self.memory, window), DeviceSpace.close)
+        space = self._lasting(
+            lambda: DeviceSpace(self._runtime.space, self.memory, window), lambda space: space.close()
+        )
         # what a kernel has not published yet, no proxy can wait for
         self._runtime.before_draining(self.memory.synchronize)
         self._runtime.before_unmapping(lambda: space.close(self.keep))
