@@ -72,8 +72,10 @@ def test_what_fails_is_told_with_the_kernel_and_the_next_task_is_done(pair: list
 
 
 def test_who_hangs_or_dies_is_named_and_ended(pair: list[Worker]) -> None:
-    given(pair[0], doubled, 1)
-    answers(pair[:1], 30.0)
+    # both have started
+    for worker in pair:
+        given(worker, doubled, 1)
+    answers(pair, 60.0)
     given(pair[0], hangs, "cudaIpcOpenMemHandle")
     given(pair[1], doubled, 1)
     began = time.monotonic()
@@ -107,8 +109,9 @@ def test_tasks_are_shared_out_and_end_in_time() -> None:
     before = {child.pid for child in psutil.Process().children()}
     tasks = [(doubled, 1), (hangs, "kernel finish"), (fails, "kernel route"), (doubled, 2), (dies, "kernel advance")]
     began = time.monotonic()
-    found = each(tasks, 2, 2.0)
-    assert time.monotonic() - began < 8
+    # the start of a process counts: it takes seconds on a busy machine
+    found = each(tasks, 2, 8.0)
+    assert time.monotonic() - began < 32
     assert [one.value for one in found] == [2, None, None, 4, None]
     faulty = {one.fault.where: one.fault.cause for one in found if one.fault}
     assert list(faulty) == ["kernel finish", "kernel route", "kernel advance"]

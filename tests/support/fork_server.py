@@ -50,4 +50,5 @@ def stop_fork_server() -> None:
     process = psutil.Process(pid)
     # multiprocessing's own `_stop` waits, without end where a pool of ranks lives on
     if not process.children():
-        process.wait(10)
+        # it may still import
+        process.wait(60)
