@@ -9,7 +9,6 @@ import ctypes
 import dataclasses
 import time
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,13 +50,6 @@ def opened(exchange: StoreExchange, overrides: dict[str, Any]) -> Buffer:
     return bodies.opened(exchange, {"device": "interpreter", "timeout": 60.0, "connect_timeout": 60.0, **overrides})
 
 
-def modes(buffer: Buffer) -> Any:
-    """The facade under the names that ``ll_cases`` calls."""
-    return SimpleNamespace(
-        reserve=buffer.reserve_low_latency, dispatch=buffer.low_latency_dispatch, combine=buffer.low_latency_combine
-    )
-
-
 def check_drained(buffer: Buffer) -> None:
     """What the kernels have put into rings, the host sees put, and then taken: else leaving a window takes for ever."""
     plane = buffer.runtime._watch.plane
@@ -70,7 +62,7 @@ def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases
     buffer = opened(exchange, overrides)
     for case in cases:
         inputs = case.inputs()
-        combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
+        combined = ll_cases.run_rank(case, ll_cases.mode_of(buffer), exchange.rank, inputs)
         ll_cases.check_combined(case, inputs, exchange.rank, combined)
         check_drained(buffer)
     buffer.destroy()
@@ -83,7 +75,7 @@ def in_two_windows(exchange: StoreExchange, overrides: dict[str, Any], cases: li
     buffer, rank = opened(exchange, overrides), exchange.rank
     for case in cases:
         inputs = case.inputs()
-        combined = ll_cases.run_rank(case, modes(buffer), rank, inputs)
+        combined = ll_cases.run_rank(case, ll_cases.mode_of(buffer), rank, inputs)
         ll_cases.check_combined(case, inputs, rank, combined)
         check_drained(buffer)
     runtime, layout = buffer.runtime, buffer.runtime.layout
@@ -120,11 +112,11 @@ def beside_the_cpu_kernels(exchange: StoreExchange, overrides: dict[str, Any], c
     if exchange.rank % 2:
         serve_interpreted(buffer)
     for case in cases:
-        ll_cases.reserve(modes(buffer), case)
+        ll_cases.reserve(ll_cases.mode_of(buffer), case)
     epoch = buffer.runtime.epoch
     for case in cases:
         inputs = case.inputs()
-        combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
+        combined = ll_cases.run_rank(case, ll_cases.mode_of(buffer), exchange.rank, inputs)
         ll_cases.check_combined(case, inputs, exchange.rank, combined)
         check_drained(buffer)
     assert buffer.runtime.epoch == epoch
@@ -262,7 +254,7 @@ def windows_that_one_rank_cannot_open(exchange: StoreExchange, window: str, case
             patch.setattr("uccl_ep_serving.gpu.memory.InterpretedMemory", Apart)
         buffer = opened(exchange, {"window": window})
     try:
-        combined = ll_cases.run_rank(case, modes(buffer), exchange.rank, inputs)
+        combined = ll_cases.run_rank(case, ll_cases.mode_of(buffer), exchange.rank, inputs)
         ll_cases.check_combined(case, inputs, exchange.rank, combined)
         gpu = buffer._backend.low_latency._session._gpu  # type: ignore[union-attr]
         assert gpu.space()._window is None  # type: ignore[union-attr]
@@ -366,14 +358,14 @@ def captures(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     assert torch.allclose(out, given.x * given.topk_weights.sum(dim=1, keepdim=True))
     epoch = buffer.runtime.epoch
     with refused:
-        ll_cases.reserve(modes(buffer), narrow)
+        ll_cases.reserve(ll_cases.mode_of(buffer), narrow)
     with pytest.raises(ConfigError, match=r"no room for .*tokens=9.* and a graph is being captured\. Next step"):
-        ll_cases.reserve(modes(buffer), dataclasses.replace(narrow, tokens=9))
+        ll_cases.reserve(ll_cases.mode_of(buffer), dataclasses.replace(narrow, tokens=9))
     order.capturing = False
-    ll_cases.reserve(modes(buffer), narrow)
+    ll_cases.reserve(ll_cases.mode_of(buffer), narrow)
     order.capturing = True
     # what was reserved is captured without having run, in the windows that are there
-    ll_cases.reserve(modes(buffer), narrow)
+    ll_cases.reserve(ll_cases.mode_of(buffer), narrow)
     rows, _, handle = dispatch(buffer, narrow, other)
     out, _, _ = buffer.low_latency_combine(rows, other.topk_idx, other.topk_weights, handle)
     assert torch.allclose(out.float(), other.x.float() * other.topk_weights, rtol=0.02)

@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -343,7 +343,7 @@ def short_of_memory(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     inputs = case.inputs()
     if rank:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Outputs, "allocate", raising(torch.OutOfMemoryError("CUDA out of memory")))
+            patch.setattr(Outputs, "allocate", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
             with pytest.raises(torch.OutOfMemoryError):
                 normal_cases.dispatch(buffer, inputs, rank, num_worst_tokens=8)
     outcome = normal_cases.round_trip(buffer, inputs, rank, num_worst_tokens=8)
@@ -356,17 +356,8 @@ def short_of_memory(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
 def in_low_latency(buffer: Buffer, case: ll_cases.Case) -> None:
     """A dispatch and its combine."""
     inputs = case.inputs()
-    facade: Any = SimpleNamespace(dispatch=buffer.low_latency_dispatch, combine=buffer.low_latency_combine)
-    ll_cases.check_combined(case, inputs, buffer.rank, ll_cases.run_rank(case, facade, buffer.rank, inputs))
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    """A function that raises ``error``."""
-
-    def function(*arguments: Any) -> Any:
-        raise error
-
-    return function
+    combined = ll_cases.run_rank(case, ll_cases.mode_of(buffer), buffer.rank, inputs)
+    ll_cases.check_combined(case, inputs, buffer.rank, combined)
 
 
 def other_rows(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, int]:

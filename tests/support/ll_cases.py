@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -186,6 +187,13 @@ def received_values(case: Case, rows: Any, count: torch.Tensor) -> torch.Tensor:
 def weights_at_dispatch(case: Case, given: LowLatencyInput) -> torch.Tensor | None:
     """The weights, when the case returns reduced rows."""
     return given.topk_weights if case.reduced else None
+
+
+def mode_of(buffer: Any) -> Any:
+    """Low latency of a ``Buffer``, under the names that are called here."""
+    return SimpleNamespace(
+        reserve=buffer.reserve_low_latency, dispatch=buffer.low_latency_dispatch, combine=buffer.low_latency_combine
+    )
 
 
 def run_rank(case: Case, low_latency: LowLatency, rank: int, inputs: list[LowLatencyInput]) -> torch.Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,11 +41,11 @@ def low_latency_cases(ranks: int) -> Iterator[ll_cases.Case]:
 
 def run_low_latency(exchange: StoreExchange, overrides: dict[str, Any]) -> int:
     buffer = bodies.opened(exchange, overrides)
-    facade: Any = SimpleNamespace(dispatch=buffer.low_latency_dispatch, combine=buffer.low_latency_combine)
+    low_latency = ll_cases.mode_of(buffer)
     number = 0
     for case in low_latency_cases(exchange.size):
         inputs = case.inputs()
-        combined = ll_cases.run_rank(case, facade, exchange.rank, inputs)
+        combined = ll_cases.run_rank(case, low_latency, exchange.rank, inputs)
         ll_cases.check_combined(case, inputs, exchange.rank, combined)
         number += 1
     buffer.destroy()

@@ -123,9 +123,12 @@ class GpuOrder:
 
     @property
     def capture(self) -> int | None:
-        if not self.capturing:
-            return None
-        return self._capture_of(torch.cuda.current_stream(self._device).cuda_stream)
+        with torch.cuda.device(self._device):
+            return self._capture(torch.cuda.current_stream(self._device))
+
+    def _capture(self, current: torch.cuda.Stream) -> int | None:
+        """``current`` is the current stream, of the current device."""
+        return self._capture_of(current.cuda_stream) if torch.cuda.is_current_stream_capturing() else None
 
     @property
     def stream(self) -> Any:
@@ -165,7 +168,7 @@ class GpuOrder:
         caller = self._caller or current
         stream = self._own if own_stream else current
         with torch.cuda.device(self._device):
-            capture = self.capture
+            capture = self._capture(current)
             if stream != current:
                 self._begun.record(current)
                 stream.wait_event(self._begun)
