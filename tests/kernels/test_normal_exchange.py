@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests.support.bits import same_bits
 from tests.support.combinations import diagonal
 from tests.support.direct_ranks import DirectGroup
 from tests.support.normal_cases import (
@@ -17,7 +18,6 @@ from tests.support.normal_cases import (
     dispatch,
     expert_outputs,
     round_trip,
-    same_bits,
 )
 from uccl_ep_serving import oracle
 from uccl_ep_serving.config import Settings

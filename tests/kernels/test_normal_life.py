@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.bits import same_bits
 from tests.support.direct_ranks import DirectGroup
 from tests.support.fake_ranks import FakeGroup
-from tests.support.normal_cases import Case, Outcome, check, dispatch, expert_outputs, round_trip, same_bits
+from tests.support.normal_cases import Case, Outcome, check, dispatch, expert_outputs, round_trip
 from uccl_ep_serving import oracle
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import UcclEpError

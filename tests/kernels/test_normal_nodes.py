@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.bits import same_bits
 from tests.support.direct_ranks import DirectGroup
 from tests.support.fake_ranks import HOSTILE, FakeGroup, nodes
 from tests.support.normal_cases import (
@@ -22,7 +23,6 @@ from tests.support.normal_cases import (
     dispatch,
     expert_outputs,
     round_trip,
-    same_bits,
 )
 from uccl_ep_serving import oracle
 from uccl_ep_serving.config import Settings

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.bits import same_bits
 from tests.support.direct_ranks import DirectGroup
 from tests.support.fake_ranks import HOSTILE, FakeGroup
-from tests.support.normal_cases import Case, Outcome, check, dispatch, round_trip, same_bits
+from tests.support.normal_cases import Case, Outcome, check, dispatch, round_trip
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, PeerLost, PeerTimeout, UcclEpError
 from uccl_ep_serving.kernels.blocks import normal as block

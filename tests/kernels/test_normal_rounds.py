@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.kernels.test_wait_publish import Bench
+from tests.support.bits import same_bits
 from tests.support.direct_ranks import DirectGroup
-from tests.support.normal_cases import Case, Outcome, check, dispatch, round_trip, same_bits
+from tests.support.normal_cases import Case, Outcome, check, dispatch, round_trip
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.kernels.blocks import normal as block
 from uccl_ep_serving.kernels.cpu.normal_receive import give_grant

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.bits import same_bits
 from tests.support.direct_ranks import DirectGroup
 from tests.support.fake_ranks import HOSTILE, FakeGroup
-from tests.support.normal_cases import Case, check, dispatch, expert_outputs, round_trip, same_bits
+from tests.support.normal_cases import Case, check, dispatch, expert_outputs, round_trip
 from uccl_ep_serving import oracle
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.modes.normal_cpu import Normal

@@ -13,7 +13,8 @@ import torch
 
 from tests.kernels import triton_normal_bodies as plain
 from tests.support import normal_cases
-from tests.support.normal_cases import Case, Inputs, Outcome, same_bits
+from tests.support.bits import same_bits
+from tests.support.normal_cases import Case, Inputs, Outcome
 from uccl_ep_serving import oracle
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange

@@ -21,10 +21,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import bodies, ll_cases, normal_cases
+from tests.support.bits import same_bits
 from tests.support.device_model import Device, begin_capture, install
 from tests.support.interpreter import interpret
 from tests.support.ll_replay import RecordingOrder
-from tests.support.normal_cases import Case, same_bits
+from tests.support.normal_cases import Case
 from uccl_ep_serving.buffer import Buffer, Config
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, UcclEpError

@@ -71,6 +71,14 @@ def test_slow_tests_are_of_a_target() -> None:
             assert re.search(r"mark\.(engine|gpu|rdma)\b", text), f"{path}: mark it as one of {conftest.ELSEWHERE}"
 
 
+def test_what_is_marked_triton_is_of_its_script() -> None:
+    script = (ROOT / "scripts/test-triton").read_text()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if re.search(r"pytest\.mark\.triton\b", path.read_text()):
+            name = path.stem.removeprefix("test_")
+            assert re.search(rf"{path.parent.relative_to(ROOT)}/test_({name}|{{[^}}]*\b{name}\b)", script), path
+
+
 def test_a_report_is_counted(suites: ModuleType, tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(

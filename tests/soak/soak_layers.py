@@ -18,6 +18,7 @@ import torch
 
 from tests.soak.soak_samples import Sample, sample
 from tests.support import ll_cases, normal_cases
+from tests.support.bits import same_bits
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
@@ -221,4 +222,4 @@ def _normal(state: _Rank, buffer: Buffer, index: int, dawdle: Callable[[], None]
         again, *_, event = buffer.dispatch(inputs.rows(state.rank), handle=outcome.handle, async_finish=True)
         event.current_stream_wait()
         rows = again[0] if isinstance(again, tuple) else again
-        assert normal_cases.same_bits(rows, outcome.rows), "a cached dispatch differs from the first"
+        assert same_bits(rows, outcome.rows), "a cached dispatch differs from the first"

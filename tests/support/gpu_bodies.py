@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from tests.support import bodies, ll_cases, normal_cases
+from tests.support.bits import same_bits
 from tests.support.interpreter import interpret
 from tests.support.ll_replay import Layer
 from uccl_ep_serving.buffer import Buffer
@@ -175,10 +176,10 @@ def run_normal_case(
     rows = len(inputs.delivered()[rank].source)
     again, *_, handle, _ = buffer.dispatch(there.rows(rank), handle=outcome.handle)
     for cached, first in zip(_parts(again), _parts(outcome.received), strict=True):
-        assert normal_cases.same_bits(cached[:rows].cpu(), first[:rows].cpu())
+        assert same_bits(cached[:rows].cpu(), first[:rows].cpu())
     outputs = normal_cases.expert_outputs(_parts(again)[0], rank)
     back, _, _ = buffer.combine(outputs, handle, topk_weights=outcome.topk_weights)
-    assert normal_cases.same_bits(back.cpu(), outcome.combined.cpu())
+    assert same_bits(back.cpu(), outcome.combined.cpu())
 
 
 def normal_against_the_oracle(

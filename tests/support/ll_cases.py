@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.support.bits import check_bits
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.oracle import (
     LowLatencyInput,
@@ -166,11 +167,10 @@ def check_received(case: Case, rows: Any, count: torch.Tensor, handle: Any, want
         assert torch.equal(src_info[expert, at], want.src_info[expert, :number])
         sent = want.x[expert, :number]
         if not case.fp8:
-            assert torch.equal(values[expert, at], sent)
+            check_bits(f"rows of local expert {expert}", values[expert], sent, at)
             continue
         codes, factors = quantised(case, sent)
-        assert values.dtype == codes.dtype
-        assert torch.equal(values[expert].view(torch.uint8)[at], codes.view(torch.uint8))
+        check_bits(f"rows of local expert {expert}", values[expert], codes, at)
         got = scales[expert, at]
         assert torch.equal(unpack_ue8m0(got.contiguous()) if case.ue8m0 else got, factors)
 
@@ -242,7 +242,7 @@ def exact_combined(case: Case, given: LowLatencyInput) -> torch.Tensor:
 
 def check_combined(case: Case, inputs: list[LowLatencyInput], rank: int, combined: torch.Tensor) -> None:
     """Bit-exact against the oracle's order of summation, and within DeepEP's tolerances of the exact value."""
-    assert torch.equal(combined, expected_combined(case, inputs, rank))
+    check_bits(f"combined tokens of rank {rank}", combined, expected_combined(case, inputs, rank))
     tolerance = 9e-4 if case.fp8 else 1e-5
     assert calc_diff(combined, exact_combined(case, inputs[rank])) < tolerance
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.support.bits import check_bits, same_bits
 from uccl_ep_serving import oracle
 from uccl_ep_serving.handles import NormalHandle
 from uccl_ep_serving.modes.normal_cpu import Normal
@@ -130,15 +131,6 @@ def round_trip(normal: Normal, inputs: Inputs, rank: int, **options: Any) -> Out
     return Outcome(received, idx, weights, per_expert, handle, combined, combined_weights)
 
 
-def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal shape, dtype and bytes (NaN included)."""
-    return (
-        actual.shape == expected.shape
-        and actual.dtype == expected.dtype
-        and torch.equal(actual.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
-    )
-
-
 def check(inputs: Inputs, outcomes: Sequence[Outcome], alignment: int = 1, worst: int = 0) -> None:
     """:func:`check_rank` for every rank."""
     assert len(outcomes) == inputs.case.ranks
@@ -152,7 +144,7 @@ def check_rank(inputs: Inputs, rank: int, outcome: Outcome, alignment: int = 1, 
     there = delivered[rank]
     n = len(there.source)
     assert len(outcome.rows) == (worst or n)
-    assert same_bits(outcome.rows[:n], there.rows(inputs.x))
+    check_bits(f"rows of rank {rank}", outcome.rows, there.rows(inputs.x))
     assert same_bits(outcome.topk_idx[:n], there.topk_idx)
     assert same_bits(outcome.topk_weights[:n], there.topk_weights)
     if inputs.quantised:

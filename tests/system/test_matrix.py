@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support import bodies, ll_cases, normal_cases
+from tests.support.bits import same_bits
 from tests.support.combinations import diagonal
 from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
@@ -67,11 +68,11 @@ def run_normal(exchange: StoreExchange, overrides: dict[str, Any]) -> int:
         again, *_, event = buffer.dispatch(inputs.rows(rank), handle=outcome.handle, async_finish=finish_async)
         event.current_stream_wait()
         rows = again[0] if isinstance(again, tuple) else again
-        assert normal_cases.same_bits(rows, outcome.rows)
+        assert same_bits(rows, outcome.rows)
         kept.append((outcome.rows, outcome.rows.clone()))
         number += 1
     # what was returned stays what it was, whatever came after it
-    assert all(normal_cases.same_bits(rows, copy) for rows, copy in kept)
+    assert all(same_bits(rows, copy) for rows, copy in kept)
     buffer.destroy()
     return number
 

@@ -26,8 +26,8 @@ Of what the harness registers, ``watched=False`` is for tensors, which the host 
 ``fresh=True`` for device memory that was just allocated. ``memory.regions.missing`` may register more when a kernel
 comes there. ``Weak(races="keep")`` collects races in ``memory.races.found`` instead of raising the first.
 
-An error says seed, step and who had the turn. For a result that is wrong ``memory.account(address)`` tells who accessed
-it last.
+An error says seed, step and who had the turn. Of a result that is wrong (``OtherBits``) it also says who accessed the
+first element that differs (``memory.account(address)``).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from tests.ptx.machine.copies import Copy
 from tests.ptx.machine.decoded import Decoded
 from tests.ptx.machine.launched import Launched, Stream
 from tests.ptx.machine.report import Deadlock, MachineError, NoEnd
+from tests.support.bits import OtherBits
 
 #: ns since boot at which every run begins
 START_NS = 1_000_000_000
@@ -298,6 +299,8 @@ class Machine:
             raise
         except Exception as error:
             error.add_note(f"on the model machine: seed {self.seed}, step {self.steps}, {self._turn}")
+            if isinstance(error, OtherBits):
+                error.add_note(self.memory.account(error.address))
             raise
         finally:
             for thread in self._hosts:

@@ -225,7 +225,9 @@ ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r9}, [%r3];
     assert words.view(np.int32).tolist() == (np.arange(32) + 100).tolist()
 
 
-def test_registers_and_shared_memory_hold_anything_at_first() -> None:
+@pytest.mark.parametrize(
+    "read", ["mov.u32 %r8, 0;\nld.shared.b32 %r9, [%r8];\n", "xor.b32 %r9, %r8, 5;\n"], ids=["shared", "register"]
+)
+def test_registers_and_shared_memory_hold_anything_at_first(read: str) -> None:
     """Who reads what it has not written gets another value by another seed."""
-    body = "mov.u32 %r8, 0;\nld.shared.b32 %r9, [%r8];\n" + STORE
-    assert len({int(run(body, seed=seed, shared=16)[0]) for seed in range(4)}) == 4
+    assert len({int(run(read + STORE, seed=seed, shared=16)[0]) for seed in range(4)}) == 4

@@ -51,7 +51,7 @@ class Sequential:
         return self.regions.table()
 
     def account(self, address: int) -> str:
-        return "this memory keeps no account of accesses"
+        return "sequential memory keeps no account of accesses: play the seed on weak memory"
 
     def open_shared(self, block: str, address: int, nbytes: int) -> None: ...
 

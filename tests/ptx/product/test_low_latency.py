@@ -6,6 +6,9 @@ import functools
 import importlib.util
 import itertools
 import random
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +22,8 @@ pytestmark = [
 trials = pytest.importorskip("tests.ptx.product.trials", reason="needs Triton")
 
 from tests.ptx.product.compiled import Compiled  # noqa: E402
+from tests.support import ll_cases  # noqa: E402
+from tests.support.bits import OtherBits  # noqa: E402
 from tests.support.ll_cases import Case  # noqa: E402
 from tests.support.ll_player import program_of  # noqa: E402
 
@@ -69,16 +74,50 @@ def compiled(memory: str, gpu: str = "sm_90") -> Compiled:
         ("weak", "mapped", "in order"),
     ],
 )
-def test_a_seed_of_each_quick_shape(memory: str, path: str, shape: str) -> None:
+def test_a_seed_of_a_quick_shape(memory: str, path: str, shape: str) -> None:
     trials.layers(compiled(memory), memory, path, SHAPES[shape], 2, count=1 if memory == "weak" else 2)
 
 
-def test_a_seed_replays_exactly() -> None:
-    kernels = compiled("sequential")
-    once, again, other = (
-        trials.layers(kernels, "sequential", "proxied", SHAPES["bf16"], seed, count=1) for seed in (5, 5, 6)
-    )
+def replayed(memory: str, seed: int) -> trials.Outcome:
+    return trials.layers(compiled(memory), memory, "proxied", SHAPES["bf16"], seed, count=1)
+
+
+@pytest.mark.parametrize("memory", ["sequential", pytest.param("weak", marks=pytest.mark.model)])
+def test_a_seed_replays_exactly(memory: str) -> None:
+    once, again, other = (replayed(memory, seed) for seed in (5, 5, 6))
     assert once == again != other
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("memory", trials.MEMORIES)
+def test_a_seed_replays_in_any_process(memory: str) -> None:
+    program = f"from tests.ptx.product.test_low_latency import *; print(replayed({memory!r}, 5).digest)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True)
+    assert done.stdout.split()[-1] == replayed(memory, 5).digest
+
+
+def test_a_seed_that_fails_fails_again_with_the_same_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are right: it is the expectation that is wrong in one place."""
+    expected = ll_cases.expected_combined
+
+    def other(case: Case, inputs: list[Any], rank: int) -> torch.Tensor:
+        combined = expected(case, inputs, rank)
+        combined[1, 5] += 1
+        return combined
+
+    monkeypatch.setattr(ll_cases, "expected_combined", other)
+    reports = []
+    for _ in range(2):
+        with pytest.raises(OtherBits) as failed:
+            trials.layers(compiled("weak"), "weak", "mapped", SHAPES["bf16"], 2, count=1)
+        reports.append([str(failed.value), *failed.value.__notes__])
+    assert reports[0] == reports[1]
+    message, where, account = reports[0]
+    assert "row 1, column 5 is" in message
+    assert "seed 2, step " in where
+    # the element's cell, and who wrote it last, how, and by which line
+    assert "torch.bfloat16 [4, 128]+0x108" in account
+    assert re.search(r"uccl_ep_combine_recv CTA \(\d+, 0\) thread \d+ wrote .* by st\..*ll_combine_recv.py", account)
 
 
 @pytest.mark.parametrize("memory", ["sequential", pytest.param("weak", marks=pytest.mark.model)])

@@ -55,7 +55,7 @@ def compiled(memory: str, gpu: str = "sm_90") -> Compiled:
         ("weak", "mapped", "fp8"),
     ],
 )
-def test_a_seed_of_each_quick_shape(memory: str, path: str, shape: str) -> None:
+def test_a_seed_of_a_quick_shape(memory: str, path: str, shape: str) -> None:
     trials.exchange(compiled(memory), memory, path, SHAPES[shape], 2)
 
 
@@ -98,6 +98,20 @@ def test_many_seeds_of_bulk_copies(memory: str, shape: str, copies: list[str], n
 def test_many_seeds_between_nodes(memory: str, shape: str, narrow: bool) -> None:
     for seed in range(SEEDS[memory]):
         trials.exchange(compiled(memory), memory, "proxied", BETWEEN_NODES[shape], seed, narrow, node_ranks=2)
+
+
+@needs_nvrtc
+@pytest.mark.model
+@pytest.mark.parametrize("copies", trials.COPIES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_seed_for_another_gpu(shape: str, copies: str) -> None:
+    trials.exchange(compiled("weak", "sm_100"), "weak", "mapped", SHAPES[shape], 3, narrow=True, copies=[copies])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("shape", BETWEEN_NODES)
+def test_a_seed_between_nodes_for_another_gpu(shape: str) -> None:
+    trials.exchange(compiled("weak", "sm_100"), "weak", "proxied", BETWEEN_NODES[shape], 3, narrow=True, node_ranks=2)
 
 
 @pytest.mark.model

@@ -1,4 +1,4 @@
-"""Kernels as the Tritons of the engines' versions of torch compile them, on the model machine: each quick shape.
+"""Kernels as the Tritons of the engines' versions of torch compile them, on the model machine: quick shapes.
 
 What another Triton compiles is other code: 3.6 and 3.8 put NaN where a masked load of a combine loaded nothing, and no
 barrier before a function that is called. The compile gate looks for the traps that are known; here a result is wrong.
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize("mode", ["low_latency", "normal"])
 @pytest.mark.parametrize("triton", other_tritons())
-def test_a_seed_of_each_quick_shape(triton: str, mode: str) -> None:
+def test_a_seed_of_a_quick_shape(triton: str, mode: str) -> None:
     options = ("-q", "-p", "no:cacheprovider", "-k", "quick_shape")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(HERE / f"test_{mode}.py")],

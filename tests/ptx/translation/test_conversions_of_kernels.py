@@ -1,4 +1,4 @@
-"""The conversions of our kernels as Triton compiles them: every value of 16 bits, and more, against torch."""
+"""The conversions of our kernels as Triton compiles them against torch: every value of 16 bits, and as many of 32."""
 
 from __future__ import annotations
 
@@ -44,11 +44,14 @@ def middles(dtype: torch.dtype) -> torch.Tensor:
 
 
 def values(dtype: torch.dtype) -> torch.Tensor:
-    """All of bf16 and of fp16, and what lies on and around the middles between neighbours of ``dtype``."""
+    """All of bf16 and of fp16, of float32 one between each two neighbours in bf16, and what lies on and around the
+    middles between neighbours of ``dtype``."""
     patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    wide = ((patterns.int() << 16) + 0x9E37).view(torch.float32)
     between = middles(dtype)
     around = [torch.nextafter(between, torch.full_like(between, way)) for way in (-1e9, 1e9)]
-    found = torch.cat([*(patterns.view(one).float() for one in (torch.bfloat16, torch.float16)), between, *around])
+    narrow = (patterns.view(one).float() for one in (torch.bfloat16, torch.float16))
+    found = torch.cat([*narrow, wide, between, *around])
     return torch.cat([found, torch.zeros(-len(found) % 1024)])
 
 
@@ -66,7 +69,7 @@ def test_bit_by_bit(name: str, dtype: torch.dtype, nan: int, compiled: dict[str,
     most = torch.finfo(dtype).max
     expected = given.clamp(-most, most).to(dtype).view(torch.uint8).numpy()
     expected = np.where(given.isnan().numpy(), np.uint8(nan), expected)
-    assert len(given) > 2 * 65536
+    assert len(given) > 3 * 65536
     assert np.array_equal(found.numpy(), expected)
 
 
