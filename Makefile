@@ -26,7 +26,7 @@ help:
 	@echo "make test-rules               each rule of the stream taken out of kernels and NICs: its test must fail"
 	@echo "make test-combinations        the combinations of which make test takes a diagonal"
 	@echo "make test-interpreter         the GPU's kernels in Triton's interpreter: every path, form and failure"
-	@echo "make test-model               compiled kernels on the model machine: every shape, many seeds, faults in their PTX"
+	@echo "make test-model               compiled kernels on the model machine: every shape, many seeds, faults in their source"
 	@echo "make test-long                runs of hundreds of steps, wheels, the training example"
 	@echo "make test-rdma                RDMA transports on soft-RoCE devices in a small virtual machine"
 	@echo "make test-driver              the host side of a GPU on a stub of the driver, with other Tritons and cuda-bindings"

@@ -180,6 +180,7 @@ def measure(groups: list[int], tokens: int, hidden: int = HIDDEN, before: str = 
         "before": before,
         "lines": {},
         "counts": {},
+        "sums": {},
     }
     with tempfile.TemporaryDirectory() as folder:
         places = {NOW: ROOT}
@@ -190,6 +191,7 @@ def measure(groups: list[int], tokens: int, hidden: int = HIDDEN, before: str = 
             sources = [one for name in SOURCES for one in (place / "kernels" / "triton").glob(name)]
             result["lines"][way] = sum(len(one.read_text().splitlines()) for one in sources)
             result["counts"][way] = {str(ranks): _process(place, ranks, tokens, hidden, 0) for ranks in groups}
+            result["sums"][way] = {ranks: _sums(kernels) for ranks, kernels in result["counts"][way].items()}
     result["accesses"] = _process(ROOT, groups[0], tokens, hidden, 1)
     return result
 
@@ -208,6 +210,12 @@ def _process(place: Path, *body: int) -> dict[str, dict[str, float]]:
     return found
 
 
+def _sums(kernels: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Of all kernels of a layer: the paths of its phases, and what is summed."""
+    paths = {phase: sum(one["longest"] for name, one in kernels.items() if name in PHASES[phase]) for phase in PHASES}
+    return {**paths, **{key: sum(one[key] for one in kernels.values()) for key in ("launches", "text", "bytes")}}
+
+
 def markdown(found: Mapping[str, Any]) -> str:
     """A row per commit, ranks and kernel, and the sums of both commits."""
     rows = []
@@ -218,10 +226,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     sums = []
     for way, groups in found["counts"].items():
         for ranks, kernels in groups.items():
-            parts = {phase: [one for name, one in kernels.items() if name in names] for phase, names in PHASES.items()}
-            paths = [f"{sum(one['longest'] for one in parts[phase]):,.0f}" for phase in PHASES]
-            whole = [f"{sum(one[key] for one in kernels.values()):,.0f}" for key in ("launches", "text", "bytes")]
-            sums.append([f"EP{ranks}", way, *paths, *whole, f"{found['lines'][way]:,}"])
+            whole = [f"{one:,.0f}" for one in _sums(kernels).values()]
+            sums.append([f"EP{ranks}", way, *whole, f"{found['lines'][way]:,}"])
     headings = ("ranks", "commit", "kernel", *COLUMNS.values())
     of_sums = ("ranks", "commit", "path of a dispatch", "path of a combine", *SUMMED, "lines of Python")
     about = (

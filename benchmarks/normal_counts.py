@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ PROGRAMS = 4
 SECONDS = 7200.0
 NOW, BEFORE = "now", "before"
 COPIES = ("triton", "tma")
+#: What moves bytes, in words.
+MOVED = {"load": "loaded", "store": "stored"}
 #: Of both designs.
 SOURCES = ("normal*.py", "routing.py")
 #: Of a compiled kernel, in words.
@@ -109,13 +111,18 @@ def copies_here() -> list[dict[str, Any]]:
     return found
 
 
-def execute_here(ranks: int, tokens: int, copy: str) -> dict[str, dict[str, float]]:
+def execute_here(ranks: int, tokens: int, copy: str, accesses: bool = False) -> dict[str, dict[str, float]]:
     """Of a group with ``tokens`` tokens, by kernel: launches of a rank, instructions of a warp of its longest program,
-    and of all warps of a rank."""
+    and of all warps of a rank.
+
+    Args:
+        accesses: instead how many bytes threads load and store sixteen at a time, as rows are moved, in units of the
+            rows that a rank receives. For this the machine stops at each access.
+    """
     import numpy as np
     import torch
 
-    from tests.ptx.machine.block import Block
+    from tests.ptx.machine.block import Block, Warp
     from tests.ptx.machine.machine import Machine
     from tests.ptx.memory.sequential import Sequential
     from tests.ptx.product import trials
@@ -126,18 +133,30 @@ def execute_here(ranks: int, tokens: int, copy: str) -> dict[str, dict[str, floa
     from uccl_ep_serving.config import Settings
     from uccl_ep_serving.kernels.triton.kernel import PREFIX
 
+    def _name(block: Block) -> str:
+        return block.launch.kernel.program.name.removeprefix(PREFIX)
+
     each = max(tokens // ranks, 1)
     case = normal_cases.Case((each,) * ranks, HIDDEN, LOCAL_EXPERTS * ranks, TOPK, torch.bfloat16, 0.0)
+    #: bytes, of all ranks
+    received = sum(len(one.source) for one in case.inputs().delivered()) * HIDDEN * 2
     found: dict[str, dict[str, float]] = {}
     counting = False
 
     class Counted(Machine):
         """Counts what each program has executed."""
 
+        def record(self, warp: Warp, number: int, lanes: Sequence[int]) -> None:
+            super().record(warp, number, lanes)
+            decoded = warp.block.decoded(number)
+            if accesses and counting and decoded.kind in MOVED and decoded.nbytes == 16 and not decoded.shared:
+                one = found.setdefault(_name(warp.block), dict.fromkeys(MOVED.values(), 0.0))
+                one[MOVED[decoded.kind]] += decoded.nbytes * len(lanes) / received
+
         def _block_exited(self, block: Block) -> None:
             super()._block_exited(block)
-            if counting:
-                name = block.launch.kernel.program.name.removeprefix(PREFIX)
+            if counting and not accesses:
+                name = _name(block)
                 one = found.setdefault(name, {"launches": 0, "longest": 0, "executed": 0})
                 warps = block.state[:, COUNT].astype(np.int64).reshape(-1, 32).max(axis=1)
                 one["launches"] += int(block.place == (0, 0)) / ranks
@@ -152,7 +171,7 @@ def execute_here(ranks: int, tokens: int, copy: str) -> dict[str, dict[str, floa
     landing = ranks * (each + PROGRAMS) * (2 * HIDDEN + 256)
     sizes = {"heap": 1 << 16, "rounds": 4 * landing, "chunk": 1 << 20}
     settings = Settings(timeout=TIMEOUT, window="host", programs=PROGRAMS, copy=copy)
-    with trials.group_of(machine, Compiled(weak=False), ranks, "mapped", settings, sizes=sizes) as group:
+    with trials.group_of(machine, Compiled(weak=accesses), ranks, "mapped", settings, sizes=sizes) as group:
 
         def body(runtime: Any) -> None:
             nonlocal counting
@@ -175,7 +194,8 @@ def measure(groups: Sequence[int], tokens: int, before: str = "") -> dict[str, A
     # not there in commits to compare with, which count by this file
     from benchmarks.host_time import check_out
 
-    result: dict[str, Any] = {"machine": describe(), "tokens": tokens, "before": before, "lines": {}, "compiled": {}}
+    result: dict[str, Any] = {"machine": describe(), "tokens": tokens, "before": before}
+    result |= {"lines": {}, "all_lines": {}, "compiled": {}}
     with tempfile.TemporaryDirectory() as folder:
         places = {NOW: ROOT}
         if before:
@@ -183,13 +203,19 @@ def measure(groups: Sequence[int], tokens: int, before: str = "") -> dict[str, A
             places[BEFORE] = Path(folder)
         for way, place in places.items():
             sources = [one for name in SOURCES for one in (place / "kernels" / "triton").glob(name)]
-            result["lines"][way] = sum(len(one.read_text().splitlines()) for one in sources)
+            result["lines"][way] = _lines(sources)
+            result["all_lines"][way] = _lines((place / "kernels" / "triton").glob("*.py"))
             result["compiled"][way] = _process(place, "compile")
     result["compiled"][NOW] += _process(ROOT, "copies")
+    result["moved"] = _process(ROOT, "execute", groups[0], 8 * groups[0], "triton", 1)
     result["executed"] = {
         f"{ranks} {copy}": _process(ROOT, "execute", ranks, tokens, copy) for ranks in groups for copy in COPIES
     }
     return result
+
+
+def _lines(sources: Iterable[Path]) -> int:
+    return sum(len(one.read_text().splitlines()) for one in sources)
 
 
 def _process(place: Path, *body: object) -> Any:
@@ -227,6 +253,9 @@ def markdown(found: Mapping[str, Any]) -> str:
         for key, parts in found["executed"].items()
         for name, one in parts.items()
     ]
+    moved = [
+        [f"`{name}`", *(f"{one[what]:.2f}" for what in MOVED.values())] for name, one in found.get("moved", {}).items()
+    ]
     of_sums = ("commit", "Triton's kernels", *list(COMPILED.values())[:3], "the slowest", "lines of Python")
     about = (
         f"Compiled for sm_90, 8 ranks, between nodes of 4, on one core. Before is {found['before'] or 'not measured'}. "
@@ -238,6 +267,7 @@ def markdown(found: Mapping[str, Any]) -> str:
             markdown_table(of_sums, sums),
             markdown_table(("commit", "kernel", "where", *COMPILED.values()), kernels),
             markdown_table(("ranks, copies", "kernel", "launches", "longest program", "all programs"), executed),
+            markdown_table(("kernel", *(f"{what}, times the bytes of rows" for what in MOVED.values())), moved),
             about,
         )
     )
@@ -255,8 +285,8 @@ def main() -> None:
     if options.body:
         what, *sizes = options.body
         if what == "execute":
-            ranks, tokens, copy = sizes
-            print(json.dumps(execute_here(int(ranks), int(tokens), copy)))
+            ranks, tokens, copy, *accesses = sizes
+            print(json.dumps(execute_here(int(ranks), int(tokens), copy, bool(accesses))))
         else:
             print(json.dumps(compile_here() if what == "compile" else copies_here()))
         return

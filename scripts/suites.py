@@ -120,7 +120,7 @@ SUITES = [
     _target("test-rules", "each rule of proxy, kernels and NICs taken out of a copy of the package"),
     _target("test-combinations", "combinations of which `make test` takes a diagonal"),
     _target("test-interpreter", "GPU kernels in Triton's interpreter: every path, form and failure"),
-    _target("test-model", "compiled kernels on the model machine: many seeds of every shape, faults in their PTX"),
+    _target("test-model", "compiled kernels on the model machine: many seeds of every shape, faults in their source"),
     _target("test-driver", "launches and calls of cuda-bindings on a stub of the driver, in three versions each"),
     _target("test-triton", "the compile gate with three Tritons, every specialization of each kernel"),
     _target(

@@ -38,11 +38,13 @@ def test_the_table_says_what_was_compiled_and_executed() -> None:
     ways = {"now": [{"kernel": name, **compiled} for name in ("dispatch_rows", "copy_dispatch")], "before": []}
     ways["before"] = [{"kernel": "advance", **compiled, "nodes": True, "seconds": 21.0}]
     executed = {"8 tma": {"copy_dispatch": {"launches": 1.0, "longest": 7781, "executed": 153997.5}}}
-    found = {"before": "abc", "tokens": 16, "lines": {"now": 2700, "before": 4000}}
+    moved = {"combine_rows": {"loaded": 2.0, "stored": 1.281}}
+    found = {"before": "abc", "tokens": 16, "lines": {"now": 2700, "before": 4000}, "moved": moved}
     table = normal_counts.markdown({**found, "compiled": ways, "executed": executed})
     assert "| now | 1 | 4 | 5,000 | 300,000 | 4.2 | 2,700 |" in table
     assert "| before | `advance` | between nodes | 21 | 5,000 | 3e+05 | 200 | 0 | 64 |" in table
     assert "| EP8, tma | `copy_dispatch` | 1 | 7,781 | 153,998 |" in table
+    assert "| `combine_rows` | 2.00 | 1.28 |" in table
 
 
 @pytest.mark.model
@@ -51,5 +53,8 @@ def test_a_whole_measurement() -> None:
     kernels = {one["kernel"] for one in found["compiled"][normal_counts.NOW]}
     assert kernels >= {"dispatch_rows", "combine_rows", "open_rows", "mark_tokens", "copy_dispatch", "copy_combine"}
     table = normal_counts.markdown(found)
+    # into the pipe, and from there to the output: nothing is written more than twice
+    assert found["moved"]["dispatch_rows"]["stored"] == pytest.approx(2)
+    assert found["moved"]["combine_rows"]["loaded"] == pytest.approx(2)
     assert "| EP2, triton | `dispatch_rows` | 1 |" in table
     assert "| EP2, tma | `copy_combine` | 1 |" in table

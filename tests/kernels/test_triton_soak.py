@@ -43,6 +43,11 @@ def interpreted() -> Iterator[Ranks]:
     pool.close()
 
 
+def soak(interpreted: Ranks, window: str, seed: int) -> None:
+    ranks, overrides = WINDOWS[window]
+    assert interpreted.run(ranks, bodies.soak, overrides, _STEPS, seed, 40, timeout=1500) == [_STEPS] * ranks
+
+
 @pytest.mark.interpreter
 def test_a_few_steps(interpreted: Ranks) -> None:
     ranks, window = WINDOWS["shm, in rounds"]
@@ -52,10 +57,15 @@ def test_a_few_steps(interpreted: Ranks) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("window", WINDOWS)
 def test_random_steps(interpreted: Ranks, window: str) -> None:
-    """Few, since the interpreter takes ten seconds for one: CPU kernels, which speak the same wire, take hundreds."""
-    ranks, overrides = WINDOWS[window]
-    seed = list(WINDOWS).index(window)
-    assert interpreted.run(ranks, bodies.soak, overrides, _STEPS, seed, 40, timeout=1500) == [_STEPS] * ranks
+    soak(interpreted, window, list(WINDOWS).index(window))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(20))
+@pytest.mark.parametrize("window", ["mapped", "mapped, in rounds", "between nodes"])
+def test_five_hundred_random_steps(interpreted: Ranks, window: str, part: int) -> None:
+    """In parts, since the interpreter takes seconds for a step: a run goes on where it was interrupted."""
+    soak(interpreted, window, 100 * (1 + part) + list(WINDOWS).index(window))
 
 
 @pytest.mark.interpreter

@@ -43,6 +43,8 @@ class Operation:
     release: bool = False
     #: ``fence.sc`` and ``membar``
     sequential: bool = False
+    #: a reduction (``red``) is no part of an acquire pattern (PTX ISA 8.11.1)
+    reduces: bool = False
     line: int = 0
     source: str = ""
     #: as every operation that says its scope
@@ -83,6 +85,7 @@ def decode(event: MemoryEvent) -> Operation:
         acquire=both or "acquire" in parts,
         release=both or "release" in parts,
         sequential=kind == "fence" and (event.parts[0] == "membar" or "sc" in parts),
+        reduces=event.parts[0] == "red",
         line=event.line,
         source=event.source,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -72,8 +73,13 @@ class ModifyingEndsTheSequence(Weak):
 
 
 class ModifyingReadsAnything(Weak):
-    def _source(self, agent: Agent, cell: Cell, mask: int, operation: Operation) -> Message | None:
-        return self.random.choice(self._options(agent, cell, mask))
+    def _source(self, agent: Agent, cell: Cell, mask: int, operation: Operation) -> tuple[Message | None, int]:
+        return self.random.choice(self._options(agent, cell, mask)), -1
+
+
+class ModifyingReadsTheLast(Weak):
+    def _place(self, agent: Agent, cell: Cell, value: int, mask: int, operation: Operation) -> int:
+        return -1 if operation.kind == "atomic" else super()._place(agent, cell, value, mask, operation)
 
 
 class StoresEndTheSequence(Weak):
@@ -86,6 +92,11 @@ class FencesReleaseNothing(Weak):
         super().fence(agents, operation)
         for agent in agents:
             agent.fences = []
+
+
+class ReductionsAcquire(Weak):
+    def _observe(self, agent: Agent, cell: Cell, message: Message, mask: int, operation: Operation) -> None:
+        super()._observe(agent, cell, message, mask, replace(operation, reduces=False))
 
 
 class FencesAcquireNothing(Weak):
@@ -179,9 +190,11 @@ MUTANTS: tuple[tuple[type[Weak], tuple[str, ...]], ...] = (
     (SeenIsNotToldOn, ("CoRR, told",)),
     (ModifyingEndsTheSequence, ("release sequence",)),
     (ModifyingReadsAnything, ("atomicity", "exchange")),
+    (ModifyingReadsTheLast, ("MP read by an atomic", "SB read by atomics", "S exchange")),
     (StoresEndTheSequence, ("release sequence, own store",)),
     (FencesReleaseNothing, ("MP fences", "MP fence, acquire")),
     (FencesAcquireNothing, ("MP fences", "MP release, fence")),
+    (ReductionsAcquire, ("the last to arrive, by a reduction",)),
     (FencesAreInNoOrder, ("SB sc", "IRIW sc", "R sc")),
     (FencesAreOfAnyScope, ("SB sc.cta", "SB sc.gpu between ranks")),
     (StoresGoToTheEnd, ("2+2W relaxed", "S relaxed")),

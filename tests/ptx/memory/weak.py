@@ -339,7 +339,9 @@ class Weak(Proxies):
                 if place is cell and earlier.mask == mask:
                     self._acquire(agent, operation.scope, earlier)
             self._acquire(agent, operation.scope, message)
-        elif (message.own or message.chain) and (not agent.pending or agent.pending[-1][1] is not message):
+            return
+        carries = (message.own or message.chain) and not operation.reduces
+        if carries and (not agent.pending or agent.pending[-1][1] is not message):
             agent.pending.append((cell, message))
             del agent.pending[:-PENDING]
 
@@ -384,6 +386,10 @@ class Weak(Proxies):
             message: Message = StrongMessage(value, mask, agent, operation, order, self.step, own)
         else:
             message = Message(value, mask, agent, agent.timer.time, operation, order, self.step)
+        self._put(cell, message, place)
+
+    def _put(self, cell: Cell, message: Message, place: int) -> None:
+        """In coherence order; -1: at the end."""
         if place < 0:
             cell.append(message)
             self.host.stored(cell, message)
@@ -454,7 +460,7 @@ class Weak(Proxies):
         self, agent: Agent, at: int, shift: int, mask: int, change: Callable[[int], int], operation: Operation
     ) -> int:
         cell = self._checked_cell(at, mask)
-        source = self._source(agent, cell, mask, operation)
+        source, place = self._source(agent, cell, mask, operation)
         if source is None:
             before = self._read_any(agent, cell, mask, operation) >> shift
         else:
@@ -469,24 +475,33 @@ class Weak(Proxies):
             chain = self._carried(source, release)
         order = cell.history[-1].order + 1.0
         message = StrongMessage(change(before) << shift, mask, agent, operation, order, self.step, own, chain)
-        cell.append(message)
-        self.host.stored(cell, message)
+        self._put(cell, message, place)
         return before
 
-    def _source(self, agent: Agent, cell: Cell, mask: int, operation: Operation) -> Message | None:
-        """The write that a read-modify-write reads: the last one, unless those behind it are not strong to it.
+    def _source(self, agent: Agent, cell: Cell, mask: int, operation: Operation) -> tuple[Message | None, int]:
+        """The write that a read-modify-write reads, and where it goes in coherence order itself (-1: at the end): right
+        behind that one, unless what comes behind is not strong to it.
 
         None where the last writes are of some of the bytes only.
         """
+        last = cell.history[-1]
+        if last.operation.kind != "atomic" and not self._heard_of(agent, last):
+            place = self._place(agent, cell, 0, mask, operation)
+            before = cell.history[place - 1]
+            # nothing races with what it has heard of or is strong to
+            safe = self._heard_of(agent, before) or self._morally_strong(agent, operation, mask, before)
+            if place > 0 and safe and not mask & ~before.mask:
+                return before, place
         options: list[Message] = []
         for message in self._options(agent, cell, mask):
             if message.mask & mask != mask:
-                return None
+                return None, -1
             options.append(message)
             if self._heard_of(agent, message) or self._morally_strong(agent, operation, mask, message):
                 break
             if self._racing:
                 self.races.with_write(cell, message, mask, agent, operation, self.step)
         if not options:
-            return None
-        return self.random.choice(options) if len(options) > 1 and self.random.random() < self.stale else options[0]
+            return None, -1
+        some = len(options) > 1 and self.random.random() < self.stale
+        return (self.random.choice(options) if some else options[0]), -1
