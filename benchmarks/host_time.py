@@ -81,7 +81,7 @@ def _operations(bodies: Any, times: int, normal: bool) -> dict[str, list[float]]
     }
     order = buffer._backend.gpu.order
     found["streams and events of an operation"] = _samples(
-        lambda: order.run(lambda: None, [rows] * 10, own_stream=True, finish=True), times
+        lambda: order.run(lambda: None, [*rows] * 5, own_stream=True, finish=True), times
     )
     if not normal:
         buffer.destroy()
