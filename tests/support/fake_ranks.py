@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from tests.support.direct_ranks import DirectGroup
 from uccl_ep_serving.config import Settings
@@ -46,7 +46,7 @@ class FakeGroup(DirectGroup):
         super().__init__(ranks, normal, settings)
         self.node_ranks = node_ranks
 
-    def __enter__(self) -> FakeGroup:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

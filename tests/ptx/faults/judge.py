@@ -105,6 +105,16 @@ def raised(run: Callable[[], object]) -> str:
     return ""
 
 
+def notices(plays: Sequence[Play], memories: Sequence[str] = ("sequential", "weak")) -> bool:
+    """Whether one of some runs fails, of as many seeds as a fault gets."""
+    return any(
+        raised(functools.partial(play, compiled(memory), memory, seed))
+        for memory in memories
+        for seed in range(WITHIN)
+        for play in plays
+    )
+
+
 def judge(fault: Fault, seeds: int = WITHIN) -> Verdict:
     """Plays all that comes to ``fault`` with one seed, then with the next; where a sentence says that nothing notices
     it, some of that with one."""

@@ -40,7 +40,7 @@ HELD: dict[str, Callable[[int], bool]] = {
     "notices": lambda nbytes: nbytes == HEADER_BYTES,
 }
 #: Nothing is repeated: that would be something else than waiting.
-_SLOW = replace(HOSTILE, duplicate=0.0, linger=0.9)
+SLOW = replace(HOSTILE, duplicate=0.0, linger=0.9)
 #: Of the turns of a stalled program, so many are nobody's.
 _STALL = 0.99
 #: So often a proxy looks for what has completed, at once.
@@ -108,11 +108,10 @@ class Scene:
             machine.host_share = max(machine.host_share, HOST_SHARE)
         settings = Settings(timeout=TIMEOUT, window="host", channels=self.channels, ring_slots=self.ring_slots)
         with trials.group_of(
-            machine, compiled, len(self.programs), self.path, settings, _SLOW if self.held else HOSTILE
+            machine, compiled, len(self.programs), self.path, settings, SLOW if self.held else HOSTILE
         ) as group:
             if self.held:
-                machine.patience = _PATIENCE
-                self._hold(machine, group)
+                hold(machine, group, HELD[self.held], _until(machine, group, *self.until) if self.until else None)
 
             def body(runtime: ModelRuntime) -> None:
                 Player(group.low_latency(runtime), runtime.rank, self.case).play(self.programs[runtime.rank])
@@ -120,15 +119,14 @@ class Scene:
             group.run(body, limit_steps=trials.LIMIT_STEPS)
         return machine
 
-    def _hold(self, machine: Machine, group: ModelGroup) -> None:
-        """Writes are held back as long as the scene wants it."""
-        wanted = HELD[self.held]
 
-        def waited_little() -> bool:
-            return machine.waited < _HELD or machine.memory.behind
-
-        back = _until(machine, group, *self.until) if self.until else waited_little
-        group.stepped = lambda: group.fabric.hold(wanted, back())
+def hold(
+    machine: Machine, group: ModelGroup, wanted: Callable[[int], bool], back: Callable[[], bool] | None = None
+) -> None:
+    """Writes whose bytes are ``wanted`` are held back while ``back`` says so, by default until all have waited."""
+    machine.patience = _PATIENCE
+    back = back or (lambda: machine.waited < _HELD or machine.memory.behind)
+    group.stepped = lambda: group.fabric.hold(wanted, back())
 
 
 def _until(machine: Machine, group: ModelGroup, kernel: str, number: int) -> Callable[[], bool]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.rules.family import execute
-from tests.rules.mutation import ROOT
+from tests.rules.mutation import ROOT, Mutant, Rules, find, removed
 from uccl_ep_serving.kernels.triton.target import Target
 
 _PACKAGE = "uccl_ep_serving.kernels.triton"
@@ -41,6 +41,7 @@ _FAMILIES = {
         "normal_rows",
         "normal_dispatch",
         "normal_combine",
+        "routing",
         "normal",
     ),
 }
@@ -88,6 +89,12 @@ def changed(*changes: Change) -> dict[Path, str]:
         lines[node.lineno - 1 : node.end_lineno] = body.replace(change.before, change.after).split("\n")
         sources[path] = "\n".join(lines)
     return sources
+
+
+def without(rule: str, table: Rules[Mutant]) -> dict[Path, str]:
+    """The sources without a rule of ``table``."""
+    path = find(table)[rule]
+    return {path: removed(rule, table[rule].way, path)}
 
 
 _PARITY, _OTHER_PARITY, _NO_PARITY = "(number & 1)", "((number + 1) & 1)", "(number & 0)"

@@ -13,40 +13,56 @@ pytestmark = [
 ]
 sources = pytest.importorskip("tests.ptx.faults.sources", reason="needs Triton")
 
-from tests.ptx.faults.judge import raised  # noqa: E402
-from tests.ptx.faults.normal_sources import FAULTS, Fault  # noqa: E402
+from tests.ptx.faults.judge import notices  # noqa: E402
+from tests.ptx.faults.normal_scenes import SCENES  # noqa: E402
+from tests.ptx.faults.normal_sources import EQUIVALENT, FAULTS, RULES  # noqa: E402
 from tests.ptx.faults.scenes import WITHIN  # noqa: E402
-from tests.ptx.product import trials  # noqa: E402
-from tests.ptx.product.test_normal import BETWEEN_NODES, SHAPES, compiled  # noqa: E402
-
-#: Of three tokens at least each rank has rows in both channels.
-_NEAR, _FAR = SHAPES["one rank is chosen"], BETWEEN_NODES["bf16"]
-
-
-def _play(fault: Fault, memory: str, seed: int) -> None:
-    case, nodes = (_FAR, 2) if fault.nodes else (_NEAR, 1)
-    trials.exchange(compiled(memory), memory, fault.path, case, seed, fault.narrow, nodes, fault.held)
+from tests.ptx.product.test_low_latency import compiled  # noqa: E402
+from tests.rules.device_mutants import DEVICE_MUTANTS  # noqa: E402
+from tests.rules.mutation import markers  # noqa: E402
+from tests.rules.node_mutants import NODE_MUTANTS  # noqa: E402
 
 
 def test_every_change_finds_what_it_changes() -> None:
-    for fault in FAULTS.values():
-        assert sources.changed(fault.change)
+    for change, _ in (FAULTS | EQUIVALENT).values():
+        assert sources.changed(change)
+
+
+def test_every_rule_of_normal_mode_is_here() -> None:
+    """So is each mutant between nodes; what both modes share is low latency's."""
+    marked = markers(["kernels/triton"])
+    own = {rule for rule, path in marked if path.stem == "routing" or path.stem.startswith("normal")}
+    assert own | {*NODE_MUTANTS} == {*RULES}
+    assert {*SCENES} == {fault.scene for fault in FAULTS.values()} | {*RULES.values()}
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("name", FAULTS)
 def test_is_noticed(name: str, tmp_path: Path) -> None:
-    fault = FAULTS[name]
-    with sources.serving(sources.changed(fault.change), tmp_path, "normal"):
-        assert any(
-            raised(lambda memory=memory, seed=seed: _play(fault, memory, seed))  # type: ignore[misc]
-            for memory in ("weak", "sequential")
-            for seed in range(WITHIN)
-        )
+    with sources.serving(sources.changed(FAULTS[name].change), tmp_path, "normal"):
+        assert notices([SCENES[FAULTS[name].scene]], ["weak"])
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.held])
-def test_as_they_are(name: str) -> None:
-    for seed in range(2):
-        _play(FAULTS[name], "weak", seed)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_kernel_without_a_rule(rule: str, tmp_path: Path) -> None:
+    table = NODE_MUTANTS if rule in NODE_MUTANTS else DEVICE_MUTANTS
+    with sources.serving(sources.without(rule, table), tmp_path, "normal"):
+        assert notices([SCENES[RULES[rule]]], ["weak"])
+
+
+@pytest.mark.model
+def test_the_same_sources_serve(tmp_path: Path) -> None:
+    """What is compiled of them is right, so that a mutant fails by its mutation."""
+    with sources.serving({}, tmp_path, "normal"):
+        for scene in ("mapped", "nodes"):
+            SCENES[scene](compiled("weak"), "weak", 0)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("scene", SCENES)
+def test_as_they_are(scene: str, part: int) -> None:
+    """Ten times as many seeds, each part of them by itself."""
+    for seed in range(part * WITHIN, (part + 1) * WITHIN):
+        SCENES[scene](compiled("weak"), "weak", seed)

@@ -14,12 +14,11 @@ pytestmark = [
 sources = pytest.importorskip("tests.ptx.faults.sources", reason="needs Triton")
 
 from tests.ptx.faults.failures import FAILURES  # noqa: E402
-from tests.ptx.faults.judge import SEEDS_OF_FAILURES, raised  # noqa: E402
+from tests.ptx.faults.judge import SEEDS_OF_FAILURES, notices, raised  # noqa: E402
 from tests.ptx.faults.lies import LIES  # noqa: E402
 from tests.ptx.faults.scenes import LAPS, SCENES, WITHIN, Play  # noqa: E402
 from tests.ptx.product.test_low_latency import compiled  # noqa: E402
 from tests.rules.device_mutants import DEVICE_MUTANTS  # noqa: E402
-from tests.rules.mutation import find, removed  # noqa: E402
 
 _LAYER, _LAYERS = SCENES[0].play, SCENES[2].play
 #: Two of one kernel run one after the other.
@@ -42,16 +41,6 @@ ELSEWHERE = {
     "control: the host releases kernels that wait for a peer which is in the other mode": _OF_THE_HOST,
 }
 """Rules that the model machine cannot show, and why not."""
-
-
-def notices(plays: list[Play]) -> bool:
-    """Whether one of some runs fails: on either memory, of as many seeds as faults of the PTX get."""
-    return any(
-        raised(lambda play=play, memory=memory, seed=seed: play(compiled(memory), memory, seed))  # type: ignore[misc]
-        for memory in ("sequential", "weak")
-        for seed in range(WITHIN)
-        for play in plays
-    )
 
 
 def test_the_same_sources_serve(tmp_path: Path) -> None:
@@ -115,6 +104,5 @@ def test_every_rule_of_low_latency_is_here() -> None:
 @pytest.mark.model
 @pytest.mark.parametrize("rule", RULES)
 def test_a_kernel_without_a_rule(rule: str, tmp_path: Path) -> None:
-    path = find(DEVICE_MUTANTS)[rule]
-    with sources.serving({path: removed(rule, DEVICE_MUTANTS[rule].way, path)}, tmp_path):
+    with sources.serving(sources.without(rule, DEVICE_MUTANTS), tmp_path):
         assert notices([RULES[rule]])

@@ -121,9 +121,6 @@ def layers(compiled: Compiled, memory: str, path: str, case: Case, seed: int, co
     return Outcome(machine.digest(), machine.steps)
 
 
-#: Steps of waiting after which writes that are held back are over; bytes of the shortest message of rows; of the turns
-#: proxies have so many at least, so that all are over before the clock goes faster.
-_HELD, _ROWS_BYTES, _HOST_SHARE = 1000, 256, 0.2
 #: Rings of a few rows, which are used many times in an operation.
 NARROW = {"heap": 0, "rounds": 8192, "chunk": 4096, "depth": 1}
 
@@ -136,18 +133,15 @@ def exchange(
     seed: int,
     narrow: bool = False,
     node_ranks: int = 1,
-    held: bool = False,
     settings: Settings | None = None,
     copies: Sequence[str] = ("triton",),
 ) -> Outcome:
-    """Normal mode: a dispatch and its combine, of a size that is read back; the same again with a promise; and from the
-    handle of that, with a bias for tokens without rows.
+    """Normal mode: :func:`round_trips`.
 
     Args:
         narrow: through rings of a few rows.
         node_ranks: more than 1: rows cross once to nodes of so many ranks, over proxies, whatever ``path`` says.
         copies: by rank, in turn: UCCL_EP_COPY.
-        held: writes of rows are over only when everybody has waited for long.
     """
     machine = machine_of(memory, seed)
     settings = settings or Settings(timeout=TIMEOUT, window="host", programs=2)
@@ -155,26 +149,27 @@ def exchange(
         # those kernels are CUDA's, whose programs start in order: they take no numbers
         machine.shuffled = False
     options: dict[str, Any] = {"sizes": NARROW} if narrow else {}
-    adversary = replace(HOSTILE, linger=0.9) if held else HOSTILE
-    with group_of(machine, compiled, case.ranks, path, settings, adversary, node_ranks=node_ranks, **options) as group:
-        if held:
-            machine.host_share = max(machine.host_share, _HOST_SHARE)
-            group.stepped = lambda: group.fabric.hold(lambda nbytes: nbytes >= _ROWS_BYTES, machine.waited < _HELD)
+    with group_of(machine, compiled, case.ranks, path, settings, node_ranks=node_ranks, **options) as group:
 
         def body(runtime: ModelRuntime) -> None:
             runtime.settings = replace(runtime.settings, copy=copies[runtime.rank % len(copies)])
-            normal: Any = group.normal_mode(runtime)
-            inputs, worst = case.inputs(), sum(case.tokens)
-            for promised in (0, worst):
-                outcome = normal_cases.round_trip(normal, inputs, runtime.rank, num_worst_tokens=promised)
-                normal_cases.check_rank(inputs, runtime.rank, outcome, worst=promised)
-            again, *_ = normal.dispatch(inputs.rows(runtime.rank), handle=outcome.handle)
-            rows = again[0] if isinstance(again, tuple) else again
-            nowhere = (inputs.topk_idx[runtime.rank] < 0).all(dim=1, keepdim=True)
-            # minus zero changes no bit of what it is added to
-            bias = torch.where(nowhere, 0.5, -torch.zeros_like(outcome.combined))
-            back, *_ = normal.combine(normal_cases.expert_outputs(rows, runtime.rank), outcome.handle, bias=bias)
-            check_bits(f"combined again, rank {runtime.rank}", back, torch.where(nowhere, bias, outcome.combined))
+            round_trips(group.normal_mode(runtime), runtime.rank, case)
 
         group.run(body, limit_steps=LIMIT_STEPS)
     return Outcome(machine.digest(), machine.steps)
+
+
+def round_trips(normal: Any, rank: int, case: normal_cases.Case) -> None:
+    """A dispatch and its combine, of a size that is read back; the same again with a promise; and from the handle of
+    that, with a bias for tokens without rows."""
+    inputs, worst = case.inputs(), sum(case.tokens)
+    for promised in (0, worst):
+        outcome = normal_cases.round_trip(normal, inputs, rank, num_worst_tokens=promised)
+        normal_cases.check_rank(inputs, rank, outcome, worst=promised)
+    again, *_ = normal.dispatch(inputs.rows(rank), handle=outcome.handle)
+    rows = again[0] if isinstance(again, tuple) else again
+    nowhere = (inputs.topk_idx[rank] < 0).all(dim=1, keepdim=True)
+    # minus zero changes no bit of what it is added to
+    bias = torch.where(nowhere, 0.5, -torch.zeros_like(outcome.combined))
+    back, *_ = normal.combine(normal_cases.expert_outputs(rows, rank), outcome.handle, bias=bias)
+    check_bits(f"combined again, rank {rank}", back, torch.where(nowhere, bias, outcome.combined))
