@@ -81,6 +81,7 @@ class TestCards:
         path = ROOT / "benchmarks" / "cards.toml"
         names = {one.name for one in load_cards(path)}
         parts = {"ep_sizes", "proxy_loop", "proxy_idle", "starts", "serving-sglang", "serving-vllm"}
+        parts |= {"kernel_counts", "normal_counts"}
         assert {target.result for target in load_targets(path)} <= names | parts
 
     def test_defaults_fill_cards_and_names_are_unique(self, tmp_path: Path) -> None:
