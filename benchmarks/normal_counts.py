@@ -133,7 +133,7 @@ def execute_here(ranks: int, tokens: int, copy: str, accesses: bool = False) -> 
     from uccl_ep_serving.config import Settings
     from uccl_ep_serving.kernels.triton.kernel import PREFIX
 
-    def _name(block: Block) -> str:
+    def name_of(block: Block) -> str:
         return block.launch.kernel.program.name.removeprefix(PREFIX)
 
     each = max(tokens // ranks, 1)
@@ -150,13 +150,13 @@ def execute_here(ranks: int, tokens: int, copy: str, accesses: bool = False) -> 
             super().record(warp, number, lanes)
             decoded = warp.block.decoded(number)
             if accesses and counting and decoded.kind in MOVED and decoded.nbytes == 16 and not decoded.shared:
-                one = found.setdefault(_name(warp.block), dict.fromkeys(MOVED.values(), 0.0))
+                one = found.setdefault(name_of(warp.block), dict.fromkeys(MOVED.values(), 0.0))
                 one[MOVED[decoded.kind]] += decoded.nbytes * len(lanes) / received
 
         def _block_exited(self, block: Block) -> None:
             super()._block_exited(block)
             if counting and not accesses:
-                name = _name(block)
+                name = name_of(block)
                 one = found.setdefault(name, {"launches": 0, "longest": 0, "executed": 0})
                 warps = block.state[:, COUNT].astype(np.int64).reshape(-1, 32).max(axis=1)
                 one["launches"] += int(block.place == (0, 0)) / ranks

@@ -54,7 +54,9 @@ def test_a_whole_measurement() -> None:
     assert kernels >= {"dispatch_rows", "combine_rows", "open_rows", "mark_tokens", "copy_dispatch", "copy_combine"}
     table = normal_counts.markdown(found)
     # into the pipe, and from there to the output: nothing is written more than twice
-    assert found["moved"]["dispatch_rows"]["stored"] == pytest.approx(2)
-    assert found["moved"]["combine_rows"]["loaded"] == pytest.approx(2)
+    dispatch, combine = (found["moved"][name] for name in ("dispatch_rows", "combine_rows"))
+    assert (dispatch["stored"], combine["loaded"]) == (pytest.approx(2), pytest.approx(2))
+    # out of the pipe; and a token once, however many rows it has
+    assert 1.5 <= dispatch["loaded"] == pytest.approx(combine["stored"]) < 2
     assert "| EP2, triton | `dispatch_rows` | 1 |" in table
     assert "| EP2, tma | `copy_combine` | 1 |" in table

@@ -43,7 +43,7 @@ def interpreted() -> Iterator[Ranks]:
     pool.close()
 
 
-def soak(interpreted: Ranks, window: str, seed: int) -> None:
+def _soak(interpreted: Ranks, window: str, seed: int) -> None:
     ranks, overrides = WINDOWS[window]
     assert interpreted.run(ranks, bodies.soak, overrides, _STEPS, seed, 40, timeout=1500) == [_STEPS] * ranks
 
@@ -57,7 +57,7 @@ def test_a_few_steps(interpreted: Ranks) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("window", WINDOWS)
 def test_random_steps(interpreted: Ranks, window: str) -> None:
-    soak(interpreted, window, list(WINDOWS).index(window))
+    _soak(interpreted, window, list(WINDOWS).index(window))
 
 
 @pytest.mark.long
@@ -65,7 +65,7 @@ def test_random_steps(interpreted: Ranks, window: str) -> None:
 @pytest.mark.parametrize("window", ["mapped", "mapped, in rounds", "between nodes"])
 def test_five_hundred_random_steps(interpreted: Ranks, window: str, part: int) -> None:
     """In parts, since the interpreter takes seconds for a step: a run goes on where it was interrupted."""
-    soak(interpreted, window, 100 * (1 + part) + list(WINDOWS).index(window))
+    _soak(interpreted, window, 100 * (1 + part) + list(WINDOWS).index(window))
 
 
 @pytest.mark.interpreter

@@ -34,9 +34,9 @@ def check_bits(what: str, actual: torch.Tensor, expected: torch.Tensor, rows: to
     Args:
         actual: [n, width].
         expected: [m, width].
-        rows: [m], which of ``actual`` they are; the first m by default.
+        rows: [m], which of ``actual`` they are; all by default.
     """
-    rows = torch.arange(len(expected)) if rows is None else rows
+    rows = torch.arange(len(actual)) if rows is None else rows
     found = actual[rows]
     if same_bits(found, expected):
         return

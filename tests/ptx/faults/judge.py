@@ -129,6 +129,6 @@ def judge(fault: Fault, seeds: int = WITHIN) -> Verdict:
             trials += 1
             if by := raised(functools.partial(PLAYS[name], edited, "weak", seed)):
                 return Verdict(REFUTED if reason else NOTICED, by, name, seed, trials)
-    if reason:
+    if reason and trials:
         return Verdict(EQUIVALENT, reason, seed=0, trials=trials)
     return Verdict(UNNOTICED if trials else UNREACHED, trials=trials)

@@ -57,7 +57,8 @@ FAULTS: dict[str, Fault] = {
 EQUIVALENT: dict[str, tuple[Change, str]] = {
     "what is read is told at once, and not when the turn is over": (
         Change("normal_turns.end_turn", "    settle()\n", ""),
-        "the compiler puts a barrier of its own before each call of this function, which uses shared memory",
+        "Triton 3.9 puts a barrier of its own before each call of this function, which uses shared memory; with others "
+        "it is needed, as words.enter says",
     ),
 }
 """What nothing can notice, and why not."""

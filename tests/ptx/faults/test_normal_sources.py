@@ -52,11 +52,19 @@ def test_a_kernel_without_a_rule(rule: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-def test_the_same_sources_serve(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scene", SCENES)
+def test_the_same_sources_serve(scene: str, tmp_path: Path) -> None:
     """What is compiled of them is right, so that a mutant fails by its mutation."""
     with sources.serving({}, tmp_path, "normal"):
-        for scene in ("mapped", "nodes"):
-            SCENES[scene](compiled("weak"), "weak", 0)
+        SCENES[scene](compiled("weak"), "weak", 0)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("scene", ["mapped", "proxied"])
+@pytest.mark.parametrize("name", EQUIVALENT)
+def test_what_a_sentence_excuses_is_not_noticed(name: str, scene: str, tmp_path: Path) -> None:
+    with sources.serving(sources.changed(EQUIVALENT[name][0]), tmp_path, "normal"):
+        SCENES[scene](compiled("weak"), "weak", 0)
 
 
 @pytest.mark.model

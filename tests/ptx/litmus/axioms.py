@@ -122,6 +122,11 @@ def allows(test: Litmus, without: Collection[Axiom] = ()) -> bool:
         for thread, (code, place) in enumerate(zip(test.threads, test.places, strict=True))
         for text in code.split(";")
     ]
+    events = [*chain.from_iterable(chain.from_iterable(instructions))]
+    named = {event.register for event in events} | {event.location.partition(".")[0] for event in events}
+    meetings = [(event.thread, event.location) for event in events if event.kind == "barrier"]
+    if not wanted.keys() <= named or len({*meetings}) < len(meetings):
+        raise ValueError(f"{test.name}: an outcome of nothing, or a barrier that a thread uses twice")
     # 8.2.4: a vector is a set of scalar operations, executed in an unspecified order
     for orders in product(*map(permutations, instructions)):
         program = _Program([*chain.from_iterable(chain.from_iterable(orders))], wanted)

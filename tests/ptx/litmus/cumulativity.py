@@ -222,6 +222,13 @@ ATOMICS = (
         False,
     ),
     Litmus(
+        "MP by atomics",
+        ("red.relaxed.gpu.add x, 1; st.relaxed.gpu f, 1", "ld.relaxed.gpu a, f; atom.relaxed.gpu.add b, x, 0"),
+        "a=1 b=0",
+        True,
+        beyond="it comes behind those that have read already",
+    ),
+    Litmus(
         "SB read by atomics",
         ("st.relaxed.gpu x, 1; atom.gpu.add a, y, 0", "st.relaxed.gpu y, 1; atom.gpu.add b, x, 0"),
         "a=0 b=0",
