@@ -57,6 +57,7 @@ def test_a_whole_measurement() -> None:
     dispatch, combine = (found["moved"][name] for name in ("dispatch_rows", "combine_rows"))
     assert (dispatch["stored"], combine["loaded"]) == (pytest.approx(2), pytest.approx(2))
     # out of the pipe; and a token once, however many rows it has
-    assert 1.5 <= dispatch["loaded"] == pytest.approx(combine["stored"]) < 2
+    assert dispatch["loaded"] == pytest.approx(combine["stored"])
+    assert 1.49 < dispatch["loaded"] < 2
     assert "| EP2, triton | `dispatch_rows` | 1 |" in table
     assert "| EP2, tma | `copy_combine` | 1 |" in table
