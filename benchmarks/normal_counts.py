@@ -253,24 +253,24 @@ def markdown(found: Mapping[str, Any]) -> str:
         for key, parts in found["executed"].items()
         for name, one in parts.items()
     ]
-    moved = [
-        [f"`{name}`", *(f"{one[what]:.2f}" for what in MOVED.values())] for name, one in found.get("moved", {}).items()
-    ]
     of_sums = ("commit", "Triton's kernels", *list(COMPILED.values())[:3], "the slowest", "lines of Python")
     about = (
         f"Compiled for sm_90, 8 ranks, between nodes of 4, on one core. Before is {found['before'] or 'not measured'}. "
         f"Executed: {found['tokens']} tokens of {HIDDEN} BF16 values in all, {LOCAL_EXPERTS} experts of a rank, "
         f"top-{TOPK}, over mapped windows, {PROGRAMS} programs; instructions of PTX of warps, 8 of a program."
     )
-    return "\n\n".join(
-        (
-            markdown_table(of_sums, sums),
-            markdown_table(("commit", "kernel", "where", *COMPILED.values()), kernels),
-            markdown_table(("ranks, copies", "kernel", "launches", "longest program", "all programs"), executed),
-            markdown_table(("kernel", *(f"{what}, times the bytes of rows" for what in MOVED.values())), moved),
-            about,
+    tables = [
+        markdown_table(of_sums, sums),
+        markdown_table(("commit", "kernel", "where", *COMPILED.values()), kernels),
+        markdown_table(("ranks, copies", "kernel", "launches", "longest program", "all programs"), executed),
+    ]
+    # not counted in the record of an earlier commit
+    if moved := found.get("moved"):
+        rows = [[f"`{name}`", *(f"{one[what]:.2f}" for what in MOVED.values())] for name, one in moved.items()]
+        tables.append(
+            markdown_table(("kernel", *(f"{what}, times the bytes of rows" for what in MOVED.values())), rows)
         )
-    )
+    return "\n\n".join((*tables, about))
 
 
 def main() -> None:

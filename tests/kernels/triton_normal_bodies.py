@@ -196,14 +196,8 @@ def broken_promise(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     inputs = Case(tokens=(4, 4), experts=4, topk=2, lost=0.0, hidden=128).inputs()
     for own, ids in enumerate(inputs.topk_idx):
         ids[:] = torch.tensor([2 * own, 2 * own + 1])
-    session: Any = buffer._backend.normal._session
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "check", lambda phase: None)
-        rows, _, _, _, handle, _ = normal_cases.dispatch(buffer, inputs, rank, num_worst_tokens=1)
-        assert len(rows) == 1
-        more, weights = torch.full((4, 128), 7.0, dtype=rows.dtype), torch.full((4, 2), 7.0)
-        more[:1], weights[:1] = 1.0, 0.5
-        combined, factors, _ = buffer.combine(more[:1], handle, topk_weights=weights[:1])
+    normal: Any = buffer._backend.normal
+    combined, factors = normal_cases.combine_unaware(buffer, normal._session, inputs, rank, 4)
     assert combined.tolist() == [[1.0] * 128] + [[0.0] * 128] * 3
     assert factors.tolist() == [[0.5] * 2] + [[0.0] * 2] * 3
     with pytest.raises(ConfigError, match="arrived where num_worst_tokens promised fewer"):

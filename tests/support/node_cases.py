@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pytest
 import torch
 
 from tests.support import normal_cases
@@ -63,13 +62,7 @@ def broken_promise(normal: Any, session: Any, rank: int, tokens: int) -> Inputs:
         # one expert a rank: every other token goes to both ranks of the other node, the rest to its first
         ids[:] = torch.tensor([2, 3]) if own < 2 else torch.tensor([0, 1])
         ids[1::2, 1] = -1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "check", lambda phase: None)
-        rows, _, _, _, handle, _ = normal_cases.dispatch(normal, inputs, rank, num_worst_tokens=1)
-        assert len(rows) == 1
-        more, weights = torch.full((8, 128), 7.0, dtype=rows.dtype), torch.full((8, 2), 7.0)
-        more[:1], weights[:1] = 1.0, 0.5
-        combined, factors, _ = normal.combine(more[:1], handle, topk_weights=weights[:1])
+    combined, factors = normal_cases.combine_unaware(normal, session, inputs, rank, 8)
     # the first row of each rank is of the first token of the other node's first rank
     there = float(rank % 2 == 0)
     assert combined.tolist() == [[2 * there] * 128] + [[0.0] * 128] * (tokens - 1)

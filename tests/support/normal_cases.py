@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.bits import check_bits, same_bits
@@ -129,6 +130,27 @@ def round_trip(normal: Normal, inputs: Inputs, rank: int, **options: Any) -> Out
     rows = received[0] if isinstance(received, tuple) else received
     combined, combined_weights, _ = normal.combine(expert_outputs(rows, rank), handle, topk_weights=weights)
     return Outcome(received, idx, weights, per_expert, handle, combined, combined_weights)
+
+
+def combine_unaware(
+    normal: Any, session: Any, inputs: Inputs, rank: int, kept: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The combined tokens and weights where more rows come than the one that ``num_worst_tokens`` promised, and the
+    combine is launched before the host knows, as on a device.
+
+    Args:
+        session: of ``normal``.
+        kept: rows of the tensors that the row of ones and its weights of 0.5 are the first of. The others are sevens.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "check", lambda phase: None)
+        rows, _, _, _, handle, _ = dispatch(normal, inputs, rank, num_worst_tokens=1)
+        assert len(rows) == 1
+        more = torch.full((kept, inputs.case.hidden), 7.0, dtype=rows.dtype)
+        weights = torch.full((kept, inputs.case.topk), 7.0)
+        more[:1], weights[:1] = 1.0, 0.5
+        combined, factors, _ = normal.combine(more[:1], handle, topk_weights=weights[:1])
+    return combined, factors
 
 
 def check(inputs: Inputs, outcomes: Sequence[Outcome], alignment: int = 1, worst: int = 0) -> None:

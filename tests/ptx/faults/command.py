@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.kernel_faults import markdown
+from benchmarks.kernel_faults import UNEXPLAINED, markdown
 from tests.ptx.faults.edits import KINDS, Fault
-from tests.ptx.faults.judge import UNEXPLAINED, faults, judge
+from tests.ptx.faults.judge import faults, judge
 from tests.support.kept import Kept
 from tests.support.source_tree import ROOT
 from uccl_ep_serving.bench.machine import describe

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.kernel_faults import EQUIVALENT, NOTICED, REFUTED, UNNOTICED, UNREACHED
 from tests.ptx.faults.edits import Fault, faults_of
 from tests.ptx.faults.equivalent import reason_for
 from tests.ptx.faults.failures import FAILURES
@@ -26,11 +27,6 @@ _FAILURES = 6
 SEEDS_OF_FAILURES = 12
 #: Of all that comes to a fault that nothing can notice, so many are played.
 _DOUBTS = 4
-#: How a fault ends.
-NOTICED, EQUIVALENT = "noticed", "equivalent"
-UNREACHED, UNNOTICED, REFUTED = "NOT REACHED", "UNNOTICED", "REFUTED"
-#: Those that are a failure of the proof; REFUTED: something notices what a sentence says nothing can.
-UNEXPLAINED = (UNREACHED, UNNOTICED, REFUTED)
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class Verdict:
     """Of one fault.
 
     Attributes:
-        end: of those above.
+        end: of those of :mod:`benchmarks.kernel_faults`.
         by: the error's class, or why the fault changes nothing.
         scene: of :data:`PLAYS`, that noticed. seed: its seed; of what changes nothing the last that was played.
         trials: runs until then.

@@ -487,10 +487,10 @@ class Weak(Proxies):
         last = cell.history[-1]
         if last.operation.kind != "atomic" and not self._heard_of(agent, last):
             place = self._place(agent, cell, 0, mask, operation)
-            before = cell.history[max(place, 1) - 1]
+            before = last if place < 0 else cell.history[place - 1]
             # nothing races with what it has heard of or is strong to
             safe = self._heard_of(agent, before) or self._morally_strong(agent, operation, mask, before)
-            if place > 0 and safe and not mask & ~before.mask:
+            if place >= 0 and safe and not mask & ~before.mask:
                 return before, place
         options: list[Message] = []
         for message in self._options(agent, cell, mask):
