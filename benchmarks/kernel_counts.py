@@ -5,7 +5,8 @@
 One dispatch and one combine of every rank, FP8 out and BF16 back, between ranks that map each other's windows. Each
 phase begins when all ranks have ended the one before, and programs run one after another: nobody waits, so that what is
 counted is work. The combined tokens are checked. The longest path of a kernel is that of its longest program; that of a
-dispatch is the sum over its kernels, which run one after the other. ``--before``: an earlier commit beside this one.
+dispatch is the sum over its kernels, which run one after the other. Compiled are, cold and one after another, all
+specializations that an engine can ask for. ``--before``: an earlier commit beside this one.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ def run_here(ranks: int, tokens: int, hidden: int, accesses: bool) -> dict[str, 
 def measure(groups: list[int], tokens: int, hidden: int = HIDDEN, before: str = "") -> dict[str, Any]:
     """Counts by commit, ranks and kernel."""
     # not there in commits to compare with, which count by this file
+    from benchmarks import normal_counts
     from benchmarks.host_time import check_out
 
     result: dict[str, Any] = {
@@ -181,6 +183,7 @@ def measure(groups: list[int], tokens: int, hidden: int = HIDDEN, before: str = 
         "lines": {},
         "counts": {},
         "sums": {},
+        "compile": {},
     }
     with tempfile.TemporaryDirectory() as folder:
         places = {NOW: ROOT}
@@ -189,6 +192,8 @@ def measure(groups: list[int], tokens: int, hidden: int = HIDDEN, before: str = 
             places[BEFORE] = Path(folder)
         for way, place in places.items():
             sources = [one for name in SOURCES for one in (place / "kernels" / "triton").glob(name)]
+            compiled = normal_counts.process(place, "compile", normal_counts.LOW_LATENCY)
+            result["compile"][way] = normal_counts.compile_sums(compiled)
             result["lines"][way] = sum(len(one.read_text().splitlines()) for one in sources)
             result["counts"][way] = {str(ranks): _process(place, ranks, tokens, hidden, 0) for ranks in groups}
             result["sums"][way] = {ranks: _sums(kernels) for ranks, kernels in result["counts"][way].items()}
@@ -242,6 +247,11 @@ def markdown(found: Mapping[str, Any]) -> str:
         for name, one in found["accesses"].items()
     ]
     tables.append(markdown_table(("kernel", "longest program", "its loads", "in rounds"), loads))
+    # not measured in the record of an earlier commit
+    if compiled := found.get("compile"):
+        rows = [[way, *(f"{value:,.4g}" for value in one.values())] for way, one in compiled.items()]
+        of_compiled = ("commit", "kernels compiled, cold", "seconds of a core", "the slowest")
+        tables.append(markdown_table(of_compiled, rows))
     return "\n\n".join((*tables, about))
 
 

@@ -26,7 +26,7 @@ from tests.support.source_tree import ROOT
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.bench.report import markdown_table
 
-__all__ = ["markdown", "measure"]
+__all__ = ["LOW_LATENCY", "NORMAL", "compile_sums", "markdown", "measure", "process"]
 
 #: DeepSeek-V3 has 256 experts; the model machine's windows have room for 16 of a rank.
 HIDDEN, TOPK, LOCAL_EXPERTS = 7168, 8, 16
@@ -35,6 +35,7 @@ PROGRAMS = 4
 SECONDS = 7200.0
 NOW, BEFORE = "now", "before"
 COPIES = ("triton", "tma")
+NORMAL, LOW_LATENCY = "normal", "low-latency"
 #: What moves bytes, in words.
 MOVED = {"load": "loaded", "store": "stored"}
 #: Of both designs.
@@ -50,16 +51,22 @@ COMPILED = {
 }
 
 
-def compile_here() -> list[dict[str, Any]]:
-    """By kernel and specialization. Of the product and its tests it uses what earlier commits have as well."""
+def compile_here(mode: str) -> list[dict[str, Any]]:
+    """By kernel and specialization of a mode. Of the product and its tests it uses what earlier commits have too."""
     from tests.kernels.compiled_kernels import normal_launches
     from tests.kernels.compiled_traps import cubin_resources, loads_at_once
     from tests.ptx.translation.program import Label, parse
     from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
+    from uccl_ep_serving.modes.ahead import CODINGS, low_latency_launches
+    from uccl_ep_serving.protocol.layout import LowLatencyPlan
 
     found = []
     with compiling_for(GPUS["sm_90"]):
-        for one in {(launch.variant, launch.arguments): launch for launch in normal_launches()}.values():
+        if mode == LOW_LATENCY:
+            launches = [*low_latency_launches(LowLatencyPlan(8, 128, HIDDEN, 256, TOPK, 2), tuple(CODINGS))]
+        else:
+            launches = normal_launches()
+        for one in {(launch.variant, launch.arguments): launch for launch in launches}.values():
             start = time.process_time()
             built = one.build()
             spent = time.process_time() - start
@@ -195,7 +202,7 @@ def measure(groups: Sequence[int], tokens: int, before: str = "") -> dict[str, A
     from benchmarks.host_time import check_out
 
     result: dict[str, Any] = {"machine": describe(), "tokens": tokens, "before": before}
-    result |= {"lines": {}, "all_lines": {}, "compiled": {}}
+    result |= {"lines": {}, "all_lines": {}, "compiled": {}, "compile": {}}
     with tempfile.TemporaryDirectory() as folder:
         places = {NOW: ROOT}
         if before:
@@ -205,11 +212,12 @@ def measure(groups: Sequence[int], tokens: int, before: str = "") -> dict[str, A
             sources = [one for name in SOURCES for one in (place / "kernels" / "triton").glob(name)]
             result["lines"][way] = _lines(sources)
             result["all_lines"][way] = _lines((place / "kernels" / "triton").glob("*.py"))
-            result["compiled"][way] = _process(place, "compile")
-    result["compiled"][NOW] += _process(ROOT, "copies")
-    result["moved"] = _process(ROOT, "execute", groups[0], 8 * groups[0], "triton", 1)
+            result["compiled"][way] = process(place, "compile", NORMAL)
+            result["compile"][way] = compile_sums(result["compiled"][way])
+    result["compiled"][NOW] += process(ROOT, "copies")
+    result["moved"] = process(ROOT, "execute", groups[0], 8 * groups[0], "triton", 1)
     result["executed"] = {
-        f"{ranks} {copy}": _process(ROOT, "execute", ranks, tokens, copy) for ranks in groups for copy in COPIES
+        f"{ranks} {copy}": process(ROOT, "execute", ranks, tokens, copy) for ranks in groups for copy in COPIES
     }
     return result
 
@@ -218,7 +226,13 @@ def _lines(sources: Iterable[Path]) -> int:
     return sum(len(one.read_text().splitlines()) for one in sources)
 
 
-def _process(place: Path, *body: object) -> Any:
+def compile_sums(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of what :func:`compile_here` found: how many kernels, seconds of a core for all and for the slowest."""
+    seconds = [one["seconds"] for one in kernels]
+    return {"kernels": len(seconds), "seconds": sum(seconds), "slowest": max(seconds)}
+
+
+def process(place: Path, *body: object) -> Any:
     """What one of the functions above finds in a process of its own, of the product at ``place``, with empty caches."""
     with tempfile.TemporaryDirectory() as caches:
         done = subprocess.run(
@@ -245,9 +259,9 @@ def markdown(found: Mapping[str, Any]) -> str:
             where = "between nodes" if one["nodes"] else "in a node"
             kernels.append([way, f"`{one['kernel']}`", where, *(f"{one[key]:,.4g}" for key in COMPILED)])
         triton = [one for one in compiled if not one["kernel"].startswith("copy_")]
-        slowest = max(one["seconds"] for one in triton)
-        totals = [f"{sum(one[key] for one in triton):,.0f}" for key in ("seconds", "text", "bytes")]
-        sums.append([way, str(len(triton)), *totals, f"{slowest:.1f}", f"{found['lines'][way]:,}"])
+        count, seconds, slowest = compile_sums(triton).values()
+        written = [f"{sum(one[key] for one in triton):,}" for key in ("text", "bytes")]
+        sums.append([way, str(count), f"{seconds:.0f}", *written, f"{slowest:.1f}", f"{found['lines'][way]:,}"])
     executed = [
         [f"EP{key.replace(' ', ', ')}", f"`{name}`", *(f"{one[what]:,.0f}" for what in one)]
         for key, parts in found["executed"].items()
@@ -288,7 +302,7 @@ def main() -> None:
             ranks, tokens, copy, *accesses = sizes
             print(json.dumps(execute_here(int(ranks), int(tokens), copy, bool(accesses))))
         else:
-            print(json.dumps(compile_here() if what == "compile" else copies_here()))
+            print(json.dumps(compile_here(*sizes) if what == "compile" else copies_here()))
         return
     found = measure(options.ranks or [8, 16, 32], options.tokens, options.before)
     if options.json:

@@ -31,3 +31,7 @@ def test_work_is_counted_and_no_waiting() -> None:
     assert again["counts"] == found["counts"]
     table = kernel_counts.markdown(found)
     assert "| EP2 | now | `dispatch_send` | 1 |" in table
+    compiled = found["compile"][kernel_counts.NOW]
+    assert compiled["kernels"] >= len(counts)
+    assert 0 < compiled["slowest"] < compiled["seconds"]
+    assert f"| now | {compiled['kernels']} |" in table

@@ -52,6 +52,7 @@ def test_a_whole_measurement() -> None:
     found = normal_counts.measure([2], tokens=8)
     kernels = {one["kernel"] for one in found["compiled"][normal_counts.NOW]}
     assert kernels >= {"dispatch_rows", "combine_rows", "open_rows", "mark_tokens", "copy_dispatch", "copy_combine"}
+    assert 0 < found["compile"][normal_counts.NOW]["slowest"] < found["compile"][normal_counts.NOW]["seconds"]
     table = normal_counts.markdown(found)
     # into the pipe, and from there to the output: nothing is written more than twice
     dispatch, combine = (found["moved"][name] for name in ("dispatch_rows", "combine_rows"))
