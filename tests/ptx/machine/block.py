@@ -65,7 +65,7 @@ class Block:
             self.machine.memory.close_shared(self.shared)
         # they refer to it, and nobody looks for garbage while the machine runs: a block has a megabyte of registers
         self.warps.clear()
-        del self.barriers, self.copies
+        del self.barriers, self.mbarriers, self.copies
 
     def decoded(self, number: int) -> Decoded:
         return self.launch.decoded[number]

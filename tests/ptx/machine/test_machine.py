@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -9,8 +10,10 @@ import time
 import numpy as np
 import pytest
 
+from tests.ptx.machine.block import Block
 from tests.ptx.machine.machine import Machine
 from tests.ptx.machine.report import Deadlock, HostStuck, MachineError, NoEnd
+from tests.ptx.memory.clocks import Agent
 from tests.ptx.memory.sequential import Sequential
 from tests.ptx.memory.weak import Weak
 from tests.ptx.texts import kernel, line_of, memory
@@ -62,6 +65,26 @@ def test_a_seed_is_one_run_in_any_process() -> None:
     program = "from tests.ptx.machine.test_machine import *; print(two_ranks(3, Weak(lag=0.1))[0].digest())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == two_ranks(3, Weak(lag=0.1))[0].digest()
+
+
+@pytest.mark.parametrize(("model", "kind"), [(Sequential, Block), (Sequential, Agent), (Weak, Block)])
+def test_what_has_ended_takes_no_memory(model: type, kind: type) -> None:
+    """Nobody looks for garbage while a machine runs: a cycle of references is kept to the end of that."""
+    gc.collect()
+    words, machine = memory(8), Machine(1, model())
+    machine.memory.register("words", words.ctypes.data, words.nbytes)
+    program, counted = kernel(TELL), []
+
+    def body() -> None:
+        for _ in range(3):
+            machine.launch(0, program, (4,), [words.ctypes.data, 0])
+            counted.append(sum(type(one) is kind for one in gc.get_objects()))
+
+    machine.host(0, body)
+    machine.run(limit_steps=50_000)
+    assert counted[0] == counted[-1]
+    if kind is Block:
+        assert counted[0] == 0
 
 
 def test_lanes_of_a_warp_part() -> None:

@@ -20,21 +20,31 @@ class Region:
 
     Attributes:
         words: the real memory by eight bytes, as the host sees it.
-        shadow: what the model knows of ``words``; where they differ the host has written.
+        shadow: what the model knows of ``words``; where they differ the host has written. Where there is none it is
+            ``words``: a copy takes memory for every page, also those that nobody touches.
         watched: the host may write it while kernels run, so it is compared after each step of the host; else only when
             a launch begins.
         fresh: a byte that nobody has written must not be read.
         private: shared memory of a CTA, which no host sees.
     """
 
-    def __init__(self, name: str, address: int, nbytes: int, watched: bool, fresh: bool, private: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: int,
+        nbytes: int,
+        watched: bool,
+        fresh: bool,
+        private: bool = False,
+        shadowed: bool = True,
+    ) -> None:
         self.name, self.start, self.end = name, address, address + nbytes
         #: aligned outwards, so that cells are whole
         self.address = address & ~7
         count = (self.end - self.address + 7) // 8
         self.array = np.frombuffer((ctypes.c_uint64 * count).from_address(self.address), np.uint64)
         self.words = memoryview(self.array)
-        self.shadow_array = self.array.copy()
+        self.shadow_array = self.array.copy() if shadowed else self.array
         self.shadow = memoryview(self.shadow_array)
         self.watched, self.fresh, self.private = watched, fresh, private
 

@@ -37,7 +37,7 @@ class Sequential:
 
     def register(self, name: str, address: int, nbytes: int, watched: bool = True, fresh: bool = False) -> None:
         """See :meth:`Weak.register`; nothing is watched here."""
-        self.regions.add(Region(name, address, nbytes, watched, fresh))
+        self.regions.add(Region(name, address, nbytes, watched, fresh, shadowed=False))
 
     def is_registered(self, address: int, nbytes: int) -> bool:
         return any(one.start == address and one.end == address + nbytes for one in self.regions)
@@ -64,7 +64,10 @@ class Sequential:
     def settle(self, launch: Any) -> bool:
         return True
 
-    def end(self, launch: Any, agents: Sequence[Agent]) -> None: ...
+    def end(self, launch: Any, agents: Sequence[Agent]) -> None:
+        """By these an agent refers to itself, and nobody looks for garbage while the machine runs."""
+        for agent in agents:
+            del agent.warp, agent.alone, agent.joint
 
     def host_waited(self, rank: int) -> None: ...
 
