@@ -85,7 +85,7 @@ def run_here(ranks: int, tokens: int, hidden: int, accesses: bool) -> dict[str, 
         ranks=ranks, tokens=tokens, hidden=hidden, experts=EXPERTS, topk=TOPK, counts=(tokens,), reduced=False, fp8=True
     )
     inputs = case.inputs()
-    # new tensors stay as they are: of 30 GB that 32 ranks ask for the rows that are there are touched
+    # new tensors are not filled: 32 ranks ask for 30 GB, and touch few rows of that
     device._EMPTY.clear()
     counting = False
 
@@ -150,7 +150,7 @@ def run_here(ranks: int, tokens: int, hidden: int, accesses: bool) -> dict[str, 
             group.synchronise()
             runtime.group.barrier.wait(SECONDS)
 
-        # the first has no word of what was read; a few tokens do
+        # the first, of a few tokens, has no word yet of what was read
         for turn, few in enumerate((16, tokens)):
             together()
             counting = turn == 1
@@ -211,7 +211,7 @@ def measure(groups: list[int], tokens: int, hidden: int = HIDDEN, before: str = 
         for way, place in places.items():
             sources = [one for name in SOURCES for one in (place / "kernels" / "triton").glob(name)]
             result["lines"][way] = sum(len(one.read_text().splitlines()) for one in sources)
-            compiled = normal_counts.process(place, "compile", normal_counts.LOW_LATENCY)
+            compiled = normal_counts.process(place, "compile", *set().union(*PHASES.values()))
             result["compile"][way] = normal_counts.compile_sums(compiled)
         # counts are the same whatever runs beside
         with ThreadPoolExecutor(2) as pool:

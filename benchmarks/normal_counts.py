@@ -26,7 +26,7 @@ from tests.support.source_tree import ROOT
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.bench.report import markdown_table
 
-__all__ = ["LOW_LATENCY", "NORMAL", "compile_sums", "markdown", "measure", "process"]
+__all__ = ["compile_sums", "markdown", "measure", "process"]
 
 #: DeepSeek-V3 has 256 experts; the model machine's windows have room for 16 of a rank.
 HIDDEN, TOPK, LOCAL_EXPERTS = 7168, 8, 16
@@ -35,7 +35,6 @@ PROGRAMS = 4
 SECONDS = 7200.0
 NOW, BEFORE = "now", "before"
 COPIES = ("triton", "tma")
-NORMAL, LOW_LATENCY = "normal", "low-latency"
 #: What moves bytes, in words.
 MOVED = {"load": "loaded", "store": "stored"}
 #: Of both designs.
@@ -51,22 +50,18 @@ COMPILED = {
 }
 
 
-def compile_here(mode: str) -> list[dict[str, Any]]:
-    """By kernel and specialization of a mode. Of the product and its tests it uses what earlier commits have too."""
-    from tests.kernels.compiled_kernels import normal_launches
+def compile_here(*names: str) -> list[dict[str, Any]]:
+    """By kernel of ``names``, of normal mode without any, and specialization. Of the product and its tests it uses what
+    earlier commits have as well."""
+    from tests.kernels.compiled_kernels import launches, normal_launches
     from tests.kernels.compiled_traps import cubin_resources, loads_at_once
     from tests.ptx.translation.program import Label, parse
     from uccl_ep_serving.kernels.triton.ahead import GPUS, compiling_for
-    from uccl_ep_serving.modes.ahead import CODINGS, low_latency_launches
-    from uccl_ep_serving.protocol.layout import LowLatencyPlan
 
     found = []
     with compiling_for(GPUS["sm_90"]):
-        if mode == LOW_LATENCY:
-            launches = [*low_latency_launches(LowLatencyPlan(8, 128, HIDDEN, 256, TOPK, 2), tuple(CODINGS))]
-        else:
-            launches = normal_launches()
-        for one in {(launch.variant, launch.arguments): launch for launch in launches}.values():
+        wanted = launches(frozenset(names)) if names else normal_launches()
+        for one in {(launch.variant, launch.arguments): launch for launch in wanted}.values():
             start = time.process_time()
             built = one.build()
             spent = time.process_time() - start
@@ -212,7 +207,7 @@ def measure(groups: Sequence[int], tokens: int, before: str = "") -> dict[str, A
             sources = [one for name in SOURCES for one in (place / "kernels" / "triton").glob(name)]
             result["lines"][way] = _lines(sources)
             result["all_lines"][way] = _lines((place / "kernels" / "triton").glob("*.py"))
-            result["compiled"][way] = process(place, "compile", NORMAL)
+            result["compiled"][way] = process(place, "compile")
             result["compile"][way] = compile_sums(result["compiled"][way])
     result["compiled"][NOW] += process(ROOT, "copies")
     result["moved"] = process(ROOT, "execute", groups[0], 8 * groups[0], "triton", 1)

@@ -155,7 +155,7 @@ def exchange(
             runtime.settings = replace(runtime.settings, copy=copies[runtime.rank % len(copies)])
             round_trips(group.normal_mode(runtime), runtime.rank, case)
 
-        # six ranks through rings of a few rows need 2,049,102
+        # six ranks have needed 2,049,102, through rings of a few rows
         group.run(body, limit_steps=LIMIT_STEPS // 2 * case.ranks)
     return Outcome(machine.digest(), machine.steps)
 
