@@ -28,6 +28,23 @@ class Proxy:
         self.name, self.step = name, step
 
 
+class _Baton:
+    """Given to one thread, which takes it. A lock, because a semaphore of Python's is made of Python."""
+
+    def __init__(self) -> None:
+        self._gone = threading.Lock()
+        self._gone.acquire()
+
+    def give(self) -> None:
+        """Also where it was given, and nobody has taken it."""
+        if self._gone.locked():
+            self._gone.release()
+
+    def take(self, limit_s: float) -> bool:
+        """False where nobody gives it within ``limit_s`` of real time."""
+        return self._gone.acquire(timeout=limit_s)
+
+
 class HostThread:
     """The body of a rank.
 
@@ -46,7 +63,7 @@ class HostThread:
         self.error: BaseException | None = None
         self.result: object = None
         self._body = body
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._go, self._back = _Baton(), _Baton()
         self._stopped = False
         self._runner: threading.Thread | None = None
         self.thread = threading.Thread(target=self._main, name=self.name, daemon=True)
@@ -61,7 +78,7 @@ class HostThread:
             self.error = error
         finally:
             self.done = True
-            self._back.release()
+            self._back.give()
 
     # -- in the machine's thread
 
@@ -79,8 +96,8 @@ class HostThread:
     def turn(self, limit_s: float) -> None:
         """Lets it run until it waits. Raises HostStuck where it does not within ``limit_s`` of real time."""
         self.waits = self.until = None
-        self._go.release()
-        if not self._back.acquire(timeout=limit_s):
+        self._go.give()
+        if not self._back.take(limit_s):
             frame = sys._current_frames().get(self.thread.ident or 0)
             stack = "".join(traceback.format_stack(frame)) if frame else "it has no frame\n"
             raise HostStuck(
@@ -91,7 +108,7 @@ class HostThread:
     def stop(self) -> None:
         """Ends it where it waits."""
         self._stopped = True
-        self._go.release()
+        self._go.give()
         if self.thread.ident is not None:
             self.thread.join(timeout=LOOK)
 
@@ -100,11 +117,11 @@ class HostThread:
     def wait(self, condition: Callable[[], bool], what: str, until_ns: float | None) -> None:
         """Gives the baton back, until ``condition`` holds or the machine's clock has come to ``until_ns``."""
         self.waits, self.until, self.what = condition, until_ns, what
-        self._back.release()
+        self._back.give()
         self._await_turn()
 
     def _await_turn(self) -> None:
-        while not self._go.acquire(timeout=LOOK):
+        while not self._go.take(LOOK):
             if self._runner is None or not self._runner.is_alive():
                 raise Stopped
         if self._stopped:

@@ -100,6 +100,8 @@ class Barriers:
 
     def _check_aligned(self, barrier: Barrier) -> None:
         """All threads of a warp come to an aligned barrier by the same instruction."""
+        if len(barrier.waiting) == self.block.count and len(set(barrier.waiting.values())) == 1:
+            return
         for warp in self.block.warps:
             mine = [
                 barrier.waiting[thread]

@@ -293,8 +293,13 @@ class Warp:
 
     def _meet(self, decoded: Decoded, lanes: list[int]) -> bool:
         """Lanes arrive at an operation of the lanes in their masks; those whose lanes are all there go on."""
-        self.wait(decoded, lanes)
         masks = cross_lane.masks_of(self, decoded, lanes)
+        if masks.count((1 << self.count) - 1) == self.count and not self.waiting:
+            # all of the warp at once, as nearly always
+            self._all_met(dict.fromkeys(lanes, decoded))
+            self.go_on(lanes)
+            return True
+        self.wait(decoded, lanes)
         self._masks.update(zip(lanes, masks, strict=True))
         moved = False
         for mask in dict.fromkeys(masks):
@@ -304,6 +309,9 @@ class Warp:
             there = {one: self.waiting[one] for one in named if self._masks.get(one) == mask}
             if len(there) == len(named) and {one.op for one in there.values()} == {decoded.op}:
                 self._all_met(there)
+                for one in there:
+                    del self.waiting[one], self._masks[one]
+                self.go_on(list(there))
                 moved = True
         if not moved and not self.movable:
             self.machine.not_ready(self)
@@ -316,9 +324,6 @@ class Warp:
         if next(iter(there.values())).parts[0] in ("bar", "barrier"):
             agents = [self.agents[one] for one in there]
             self.machine.memory.barrier(agents, agents[0].warp_key if len(there) == self.count else None)
-        for one in there:
-            del self.waiting[one], self._masks[one]
-        self.go_on(list(there))
 
     def _check_mask(self, decoded: Decoded, lanes: list[int], named: list[int], mask: int) -> None:
         """Of ``lanes``, which come with it."""

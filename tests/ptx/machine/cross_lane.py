@@ -31,7 +31,7 @@ def masks_of(warp: Warp, decoded: Decoded, lanes: list[int]) -> list[int]:
     """:func:`mask_of` of each."""
     if decoded.parts[0] in WHOLE_WARP:
         return [M32] * len(lanes)
-    return _operands(warp, dict.fromkeys(lanes, decoded), -1)
+    return _column(warp, decoded, lanes, -1, M32)
 
 
 def _operand(warp: Warp, lane: int, operand: tuple[str, int]) -> int:
@@ -44,10 +44,15 @@ def _operands(warp: Warp, lanes: dict[int, Decoded], place: int, bits: int = 32)
     mask = (1 << bits) - 1
     if len(set(lanes.values())) > 1:
         return [_operand(warp, lane, decoded.args[place]) & mask for lane, decoded in lanes.items()]
-    how, n = next(iter(lanes.values())).args[place]
+    return _column(warp, next(iter(lanes.values())), list(lanes), place, mask)
+
+
+def _column(warp: Warp, decoded: Decoded, lanes: list[int], place: int, mask: int) -> list[int]:
+    """The same where all have one instruction."""
+    how, n = decoded.args[place]
     if how != "slot":
         return [n & mask] * len(lanes)
-    return [one & mask for one in warp.column(list(lanes), n)]
+    return [one & mask for one in warp.column(lanes, n)]
 
 
 def _set(warp: Warp, lane: int, dest: tuple[int, int], value: int) -> None:
@@ -105,15 +110,17 @@ def _shfl(warp: Warp, lanes: dict[int, Decoded]) -> None:
     decoded = next(iter(lanes.values()))
     mode = next(one for one in decoded.parts[1:] if one in ("up", "down", "bfly", "idx"))
     given = dict(zip(lanes, _operands(warp, lanes, 0), strict=True))
-    moves = zip(lanes, _operands(warp, lanes, 1), _operands(warp, lanes, 2), strict=True)
-    found = [_sources(mode, b, c)[lane] for lane, b, c in moves]
+    moves = list(zip(_operands(warp, lanes, 1), _operands(warp, lanes, 2), strict=True))
+    if moves.count(moves[0]) == len(moves):
+        of_all = _sources(mode, *moves[0])
+        found = [of_all[lane] for lane in lanes]
+    else:
+        found = [_sources(mode, b, c)[lane] for lane, (b, c) in zip(lanes, moves, strict=True)]
     sources = [source if inside else lane for lane, (source, inside) in zip(lanes, found, strict=True)]
-    for lane, source in zip(lanes, sources, strict=True):
-        if source not in given:
-            raise BadParticipation(
-                f"{warp.block.name_of(warp.first + lane)}: {lanes[lane].where}: reads lane {source}, which does not "
-                f"take part"
-            )
+    if not given.keys() >= set(sources):
+        lane, source = next(one for one in zip(lanes, sources, strict=True) if one[1] not in given)
+        who = f"{warp.block.name_of(warp.first + lane)}: {lanes[lane].where}"
+        raise BadParticipation(f"{who}: reads lane {source}, which does not take part")
     _set_each(warp, lanes, 0, [given[source] for source in sources])
     if len(decoded.dests) > 1:
         _set_each(warp, lanes, 1, [int(inside) for _, inside in found])

@@ -46,11 +46,12 @@ class Region:
         self.words = memoryview(self.array)
         self.shadow_array = self.array.copy() if shadowed else self.array
         self.shadow = memoryview(self.shadow_array)
+        self._compared = self.address, self.shadow_array.ctypes.data, self.array.nbytes
         self.watched, self.fresh, self.private = watched, fresh, private
 
     def changed(self) -> list[int]:
         """The words that the host has written since the model last looked."""
-        if not _libc.memcmp(self.address, self.shadow_array.ctypes.data, self.array.nbytes):
+        if not _libc.memcmp(*self._compared):
             return []
         return [int(index) for index in np.flatnonzero(self.array != self.shadow_array)]
 
