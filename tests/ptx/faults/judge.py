@@ -22,9 +22,6 @@ _SCENES: dict[str, Play] = {str(scene): scene.play for scene in SCENES}
 PLAYS: dict[str, Play] = {**dict(list(_SCENES.items())[:2]), **LIES, **_SCENES, **FAILURES}
 #: Of failures that come to the same lines, so many are played with a seed, and others with the next.
 _FAILURES = 6
-#: Seeds of each where only failures come to a fault: they are short, and most of what is wrong shows only in a report
-#: that the host reads while the kernel writes it.
-SEEDS_OF_FAILURES = 12
 #: Of all that comes to a fault that nothing can notice, so many are played.
 _DOUBTS = 4
 
@@ -111,16 +108,14 @@ def notices(plays: Sequence[Play], memories: Sequence[str] = ("sequential", "wea
     )
 
 
-def judge(fault: Fault, seeds: int = WITHIN) -> Verdict:
+def judge(fault: Fault) -> Verdict:
     """Plays all that comes to ``fault`` with one seed, then with the next; where a sentence says that nothing notices
     it, some of that with one."""
     edited, plays, reason = compiled("weak").edited(fault.edit), plays_of(fault), reason_for(fault)
     if reason:
-        plays, seeds = random.Random(str(fault)).sample(plays, min(_DOUBTS, len(plays))), 1
-    elif not any(name in _SCENES for name in plays):
-        seeds = max(seeds, SEEDS_OF_FAILURES)
+        plays = random.Random(str(fault)).sample(plays, min(_DOUBTS, len(plays)))
     trials = 0
-    for seed in range(seeds):
+    for seed in range(1 if reason else WITHIN):
         for name in _some(plays, seed):
             trials += 1
             if by := raised(functools.partial(PLAYS[name], edited, "weak", seed)):

@@ -14,7 +14,7 @@ pytestmark = [
 sources = pytest.importorskip("tests.ptx.faults.sources", reason="needs Triton")
 
 from tests.ptx.faults.failures import FAILURES  # noqa: E402
-from tests.ptx.faults.judge import SEEDS_OF_FAILURES, notices, raised  # noqa: E402
+from tests.ptx.faults.judge import notices, raised  # noqa: E402
 from tests.ptx.faults.lies import LIES  # noqa: E402
 from tests.ptx.faults.scenes import LAPS, SCENES, WITHIN, Play  # noqa: E402
 from tests.ptx.product.test_low_latency import compiled  # noqa: E402
@@ -93,7 +93,7 @@ def test_every_reader_of_a_word(mutant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("memory", ["sequential", "weak"])
 def test_failures_as_they_are(memory: str, failure: str) -> None:
-    for seed in range(10 * SEEDS_OF_FAILURES if memory == "weak" else WITHIN):
+    for seed in range(10 * WITHIN if memory == "weak" else WITHIN):
         FAILURES[failure](compiled(memory), memory, seed)
 
 
