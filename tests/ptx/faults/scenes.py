@@ -22,9 +22,9 @@ from uccl_ep_serving.protocol.message import HEADER_BYTES
 
 #: Plays something on a machine with these kernels, this memory and this seed.
 Play = Callable[[Compiled, str, int], Machine]
-#: A fault is noticed within so many seeds of a scene; the kernels as they are pass ten times as many. Of the 238 faults
-#: in benchmarks/results/kernel_faults.json (e9edf71) 211 took the first seed, and four the fourth.
-WITHIN = 4
+#: A fault is noticed within so many seeds of a scene or a failure; the kernels as they are pass ten times as many. Of
+#: those in PTX none took more than four (benchmarks/results/kernel_faults.json, e9edf71), in the source some do.
+WITHIN = 6
 CASE = Case(tokens=4, experts=4, topk=2, counts=(4, 3))
 THREE = replace(CASE, ranks=3, experts=6, counts=(2, 1, 1))
 IN_ORDER, EXPANDED = replace(CASE, deterministic=True), replace(CASE, reduced=False)

@@ -297,7 +297,6 @@ class Warp:
         if masks.count((1 << self.count) - 1) == self.count and not self.waiting:
             # all of the warp at once, as nearly always
             self._all_met(dict.fromkeys(lanes, decoded))
-            self.go_on(lanes)
             return True
         self.wait(decoded, lanes)
         self._masks.update(zip(lanes, masks, strict=True))
@@ -311,7 +310,6 @@ class Warp:
                 self._all_met(there)
                 for one in there:
                     del self.waiting[one], self._masks[one]
-                self.go_on(list(there))
                 moved = True
         if not moved and not self.movable:
             self.machine.not_ready(self)
@@ -324,6 +322,7 @@ class Warp:
         if next(iter(there.values())).parts[0] in ("bar", "barrier"):
             agents = [self.agents[one] for one in there]
             self.machine.memory.barrier(agents, agents[0].warp_key if len(there) == self.count else None)
+        self.go_on(list(there))
 
     def _check_mask(self, decoded: Decoded, lanes: list[int], named: list[int], mask: int) -> None:
         """Of ``lanes``, which come with it."""

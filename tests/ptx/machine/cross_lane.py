@@ -111,11 +111,8 @@ def _shfl(warp: Warp, lanes: dict[int, Decoded]) -> None:
     mode = next(one for one in decoded.parts[1:] if one in ("up", "down", "bfly", "idx"))
     given = dict(zip(lanes, _operands(warp, lanes, 0), strict=True))
     moves = list(zip(_operands(warp, lanes, 1), _operands(warp, lanes, 2), strict=True))
-    if moves.count(moves[0]) == len(moves):
-        of_all = _sources(mode, *moves[0])
-        found = [of_all[lane] for lane in lanes]
-    else:
-        found = [_sources(mode, b, c)[lane] for lane, (b, c) in zip(lanes, moves, strict=True)]
+    of_all = {move: _sources(mode, *move) for move in set(moves)}
+    found = [of_all[move][lane] for lane, move in zip(lanes, moves, strict=True)]
     sources = [source if inside else lane for lane, (source, inside) in zip(lanes, found, strict=True)]
     if not given.keys() >= set(sources):
         lane, source = next(one for one in zip(lanes, sources, strict=True) if one[1] not in given)
