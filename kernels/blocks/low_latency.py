@@ -40,7 +40,6 @@ NOTICE_RECV = next(_word)  # offset
 NOTICE_SEND = next(_word)  # offset
 DISPATCH_SEND_STEP = next(_word)  # step
 COMBINE_RECV_STEP = next(_word)  # step
-COMBINE_SEND_STEP = next(_word)  # step
 SCRATCH = next(_word)  # address of SCRATCH_BYTES bytes for sums; kernels on a device have none
 DISPATCH_NUMBER = next(_word)  # number of the next dispatch message [dispatch_send]
 DISPATCH_READ = next(_word)  # dispatch messages before this number are unpacked [dispatch_recv]
@@ -96,7 +95,7 @@ RETURN_ROWS = next(_table)  # rows to return to the source [dispatch_recv]
 RETURN_TO = next(_table)  # where the source wants them, in a parity of its region [dispatch_recv]
 RETURN_FORM = next(_table)  # FORM_* in which the source wants them [dispatch_recv]
 TAKEN = next(_table)  # 1 = the source is unpacked: a resumed dispatch_recv goes on with the others [dispatch kernels]
-COMBINE_STAGE = next(_table)  # where they are packed, in a parity of the staging [combine_send]
+COMBINE_STAGE = next(_table)  # where they are packed in the staging [combine_send]
 _ROUTE_TABLE_COUNT = next(_table)
 
 
@@ -128,7 +127,6 @@ def fixed_words(layout: WindowLayout) -> dict[int, int]:
         NOTICE_SEND: layout.notice_send,
         DISPATCH_SEND_STEP: room.dispatch_send,
         COMBINE_RECV_STEP: room.combine_recv,
-        COMBINE_SEND_STEP: room.combine_send,
     }
 
 

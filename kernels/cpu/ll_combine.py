@@ -13,7 +13,7 @@ from ...protocol.message import FORM_REDUCED, HEADER_BYTES, LowLatencyHeader
 from ...protocol.streams import LL_COMBINE, NOTICE
 from ..blocks import low_latency as block
 from . import ll_message as ll
-from .context import channel_count, is_masked, own_rank, rank_count, window_address
+from .context import channel_count, is_masked, own_rank, peer_window, rank_count, window_address
 from .elements import float_view
 from .publish import message_address
 from .quant import accumulate, narrow
@@ -124,15 +124,15 @@ def combine_send(
     """
     ranks, me, channels = rank_count(context), own_rank(context), channel_count(context)
     number = get(state, block.COMBINE_NUMBER)
-    parity = number & 1
     poke(ticket, number)
     _place_messages(context, state, route, number, row_bytes)
-    staging = get(state, block.COMBINE_SEND) + parity * get(state, block.COMBINE_SEND_STEP)
-    region = get(state, block.COMBINE_RECV) + parity * get(state, block.COMBINE_RECV_STEP)
+    staging = get(state, block.COMBINE_SEND)
+    region = get(state, block.COMBINE_RECV) + (number & 1) * get(state, block.COMBINE_RECV_STEP)
     spin = 0
     while True:
         missing = 0
         free = ll.spaces_free(context, state, progress)
+        staging_free = ll.staging_is_free(context, progress, LL_COMBINE, number - 1)
         for step in range(1, ranks + 1):
             peer = (me + step) % ranks
             if is_masked(context, peer):
@@ -140,6 +140,7 @@ def combine_send(
             packed = ll.peer_word(context, state, block.COMBINE_PACKED, peer)
             posted = ll.peer_word(context, state, block.COMBINE_POSTED, peer)
             sent_ack = ll.peer_word(context, state, block.SENT_ACK_COMBINE, peer)
+            mapped = peer_window(context, peer) != 0
             source = staging + peek(ll.route_word(context, route, block.COMBINE_STAGE, peer))
             target = region + peek(ll.route_word(context, route, block.RETURN_TO, peer))
             if peek(packed) != number + 1:
@@ -149,15 +150,14 @@ def combine_send(
                     if status != STATUS_OK:
                         return status
                 # Completed here: the peer may take this message as the proof that nothing of the one before is
-                # repeated. It also frees this parity's staging, since the previous call waited likewise for the one
-                # before that.
+                # repeated. Completed at all peers: the one before lies where this one is packed.
                 # rule: combine space is written again only when the peer has freed it
                 if peek(recv_ack) < number - 1:
                     # for this rank itself, read_acks() has noted the peer that holds back its space
                     if peer != me:
                         note_progress(progress, peer, NOTICE, peek(recv_ack), number - 1)
                 # rule: a combine waits for the completion of the one before
-                elif ll.has_completed(context, progress, peer, LL_COMBINE, number - 1):
+                elif mapped or staging_free:
                     message = message_address(context, peer, source, target)
                     _pack(context, state, route, peer, message, x, payload, row_bytes, dtype)
                     poke(message + ll.AT_NUMBER, number)

@@ -116,15 +116,6 @@ def _pack_rows(
 
 
 @compiled
-def _staging_is_free(context: int, progress: int, number: int) -> bool:
-    """True when no proxied message that was packed in this parity's staging can be read again by a NIC."""
-    for peer in range(rank_count(context)):
-        if not is_masked(context, peer) and not ll.has_completed(context, progress, peer, LL_DISPATCH, number - 2):
-            return False
-    return True
-
-
-@compiled
 def dispatch_send(
     context: int,
     state: int,
@@ -166,7 +157,7 @@ def dispatch_send(
     while True:
         missing = 0
         # rule: dispatch staging is packed again only when its last writes completed
-        staging_free = _staging_is_free(context, progress, number)
+        staging_free = ll.staging_is_free(context, progress, LL_DISPATCH, number - 2)
         # Everyone starts with its right neighbour, so that not all ranks write to the same one at first.
         for step in range(1, ranks + 1):
             peer = (me + step) % ranks
@@ -193,7 +184,7 @@ def dispatch_send(
                         note_progress(progress, peer, NOTICE, peek(recv_ack), number - 1)
                     else:
                         # again, for the progress block
-                        staging_free = _staging_is_free(context, progress, number)
+                        staging_free = ll.staging_is_free(context, progress, LL_DISPATCH, number - 2)
                     continue
                 message = message_address(context, peer, source, target)
                 _pack_header(context, route, peer, message, coding)

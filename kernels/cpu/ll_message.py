@@ -97,6 +97,15 @@ def has_completed(context: int, progress: int, peer: int, phase: int, number: in
 
 
 @compiled
+def staging_is_free(context: int, progress: int, phase: int, number: int) -> bool:
+    """True when no proxied message ``number`` of the phase, to whomever it went, can be read again by a NIC."""
+    for peer in range(rank_count(context)):
+        if not is_masked(context, peer) and not has_completed(context, progress, peer, phase, number):
+            return False
+    return True
+
+
+@compiled
 def wait_message(
     context: int, progress: int, peer: int, phase: int, number: int, waited: int, slice_end_ns: int
 ) -> int:

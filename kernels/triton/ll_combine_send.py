@@ -75,8 +75,7 @@ def _serve(one: Message, ticket: tl.tensor, start: tl.tensor, shape: tl.constexp
             returned = int64s(route_table(route, R.RETURN_ROWS, peers))
             rows = tl.load(returned, mask=(peers < ranks) & (peers < source), other=0)
             before += tl.sum(rows.to(tl.int32), axis=0)
-        staging = peek(state + S.COMBINE_SEND) + parity * peek(state + S.COMBINE_SEND_STEP)
-        staging += offset_among(source, source * HEADER + before * shape.ROW_BYTES)
+        staging = peek(state + S.COMBINE_SEND) + offset_among(source, source * HEADER + before * shape.ROW_BYTES)
         target = peek(state + S.COMBINE_RECV) + parity * peek(state + S.COMBINE_RECV_STEP)
         target += peek(route_table(route, R.RETURN_TO, source))
         nbytes = HEADER + peek(route_table(route, R.RETURN_ROWS, source)) * shape.ROW_BYTES

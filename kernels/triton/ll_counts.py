@@ -217,7 +217,7 @@ def wait_space(
     # staging is packed again only when its last writes completed, to whomever they went
     over = number - 2
     if PHASE == _COMBINE:
-        # a combine waits for the completion of the one before
+        # a combine waits for the completion of the one before, which lies where it is packed; and
         # the peer may take this message as the proof that nothing of the one before is repeated
         over = number - 1
     if (peer_window(context, peer) == 0) & (over >= 0):

@@ -25,20 +25,26 @@ PEER = 1
 
 
 class Bench:
-    """Rank 0 of two. Rank 1 is reached through a ring nobody empties; its counts are set by the test."""
+    """Rank 0 of two or three. Others are reached through a ring nobody empties; their counts are set by the test.
 
-    def __init__(self) -> None:
-        plan = LowLatencyPlan(2, 4, 64, 4, 2, 2)
-        layout = WindowLayout(2, plan, NormalPlan(2, 16, heap=4096, rounds=4096, chunk=4096))
+    Attributes:
+        arrived, completed: by stream, of rank 1. of_peers: [rank, arrived or completed, stream].
+    """
+
+    def __init__(self, ranks: int = 2) -> None:
+        plan = LowLatencyPlan(ranks, 4, 64, 2 * ranks, 2, 2)
+        layout = WindowLayout(ranks, plan, NormalPlan(ranks, 16, heap=4096, rounds=4096, chunk=4096))
+        self.ranks = ranks
         self.segment = Segment.create("bench", layout.nbytes)
-        self.space = KernelSpace(0, 2, 1, self.segment, layout, 1.0)
-        self.arrived = np.zeros(STREAMS, dtype=np.int64)
-        self.completed = np.zeros(STREAMS, dtype=np.int64)
-        self.space.connect_proxied(
-            PEER,
-            lambda peer, stream: self.arrived[stream:].ctypes.data,
-            lambda peer, stream: self.completed[stream:].ctypes.data,
-        )
+        self.space = KernelSpace(0, ranks, 1, self.segment, layout, 1.0)
+        self.of_peers = np.zeros((ranks, 2, STREAMS), dtype=np.int64)
+        self.arrived, self.completed = self.of_peers[PEER]
+        for peer in range(1, ranks):
+            self.space.connect_proxied(
+                peer,
+                lambda peer, stream: self.of_peers[peer, 0, stream:].ctypes.data,
+                lambda peer, stream: self.of_peers[peer, 1, stream:].ctypes.data,
+            )
         self.ring = np.zeros(ring_bytes(64) // 8, dtype=np.int64)
         self.ring[CAPACITY // 8] = 64
         for stream in range(CREDIT):
@@ -52,8 +58,8 @@ class Bench:
         self.rows = np.zeros(64, dtype=np.int16)
 
     def peer_table(self, table: int) -> np.ndarray:
-        start = block.PEER_TABLES + table * 2
-        return self.state.words[start : start + 2]
+        start = block.PEER_TABLES + table * self.ranks
+        return self.state.words[start : start + self.ranks]
 
     def own_flags(self) -> np.ndarray:
         """Counts of the messages that rank 0 has sent to itself."""
@@ -176,6 +182,21 @@ def test_combine_send_waits_for_its_previous_message_to_complete() -> None:
     bench.completed[LL_COMBINE + MAX_CHANNELS] = 1
     assert bench.combine() == STATUS_OK
     assert [stream for stream, _ in bench.commands()] == [NOTICE, LL_COMBINE]
+
+
+def test_combine_send_waits_until_no_nic_reads_its_staging() -> None:
+    """All combines are packed in one place: what went to rank 2 may lie where the message to rank 1 is packed."""
+    bench = Bench(ranks=3)
+    bench.state.words[block.COMBINE_NUMBER] = 1
+    bench.peer_table(block.COMBINE_PACKED)[:] = 1
+    bench.own_flags()[LL_COMBINE] = 1
+    bench.completed[LL_COMBINE] = 1
+    assert bench.combine() == STATUS_PENDING
+    assert bench.commands() == []
+    assert bench.space._progress[:4].tolist() == [2, LL_COMBINE, 0, 1]
+    bench.of_peers[2, 1, LL_COMBINE] = 1
+    assert bench.combine() == STATUS_OK
+    assert [stream for stream, _ in bench.commands()] == 2 * [LL_COMBINE + MAX_CHANNELS]
 
 
 def test_combine_send_waits_for_the_peers_space() -> None:

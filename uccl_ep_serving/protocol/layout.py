@@ -83,7 +83,7 @@ class LowLatencyRoom:
         dispatch_slot: of the receive slot of one source rank.
         dispatch_send: of one parity of packed dispatch messages.
         combine_recv: of one parity of returned rows.
-        combine_send: of one parity of rows to return.
+        combine_send: of rows to return.
     """
 
     ranks: int
@@ -118,7 +118,8 @@ class LowLatencyRoom:
     @property
     def nbytes(self) -> int:
         """Bytes of all low-latency regions, without the round-up to pages."""
-        return PARITIES * (self.ranks * self.dispatch_slot + self.dispatch_send + self.combine_recv + self.combine_send)
+        twice = self.ranks * self.dispatch_slot + self.dispatch_send + self.combine_recv
+        return PARITIES * twice + self.combine_send
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,8 +372,8 @@ class WindowLayout:
         )
         add(
             "ll_combine_send",
-            PARITIES * room.combine_send if room else 0,
-            "[parity]: combine messages packed by source",
+            room.combine_send if room else 0,
+            "combine messages packed by source",
         )
         add(
             "normal_send",

@@ -168,6 +168,14 @@ _RETURNS = "D d0 " + " ".join(f"C0 C0 c{2 * number} c{2 * number + 1}" for numbe
 #: Both end with the operation whose notice is the fifth.
 _FIFTH = " ".join(f"D D d{2 * number} d{2 * number + 1}" for number in range(5)) + " D d10"
 _FIFTH_RETURN = "D d0 " + " ".join(f"C0 C0 c{2 * number} c{2 * number + 1}" for number in range(3)) + " C0 c6"
+#: Where rows to one peer are packed, those to the other were, or are.
+TWO_COMBINES = Scene(
+    "two combines to two peers",
+    "proxied",
+    ("D D d0 d1 C0 C1 c0 c1",) * 3,
+    channels=2,
+    case=replace(THREE, counts=(4, 3, 4)),
+)
 #: Every command is put into a slot that had one before.
 LAPS = Scene("laps", "proxied", (_layers(3),) * 2, ring_slots=2)
 #: Kernels wait for room in the ring of two channels.

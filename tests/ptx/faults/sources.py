@@ -146,8 +146,14 @@ PARITIES: dict[str, tuple[Change, ...]] = {
     "dispatches of both parities are packed in one place": (
         Change(_PLACES, "parity * peek(state + S.DISPATCH_SEND_STEP)", "0"),
     ),
-    "combines of both parities are packed in one place": (
-        Change("ll_combine_send._serve", "parity * peek(state + S.COMBINE_SEND_STEP)", "0"),
+}
+#: When staging, which all combines share, may be packed again.
+STAGING: dict[str, tuple[Change, ...]] = {
+    "a combine does not wait for the one before": (
+        Change("ll_counts.wait_space", "over = number - 1", "over = number - 2"),
+    ),
+    "a combine waits for the one before of its own peer alone": (
+        Change("ll_counts.wait_space", "live = is_live(context, others)", "live = others == peer"),
     ),
 }
 #: What programs of a kernel tell each other from what those of an earlier kernel said.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ sources = pytest.importorskip("tests.ptx.faults.sources", reason="needs Triton")
 from tests.ptx.faults.failures import FAILURES  # noqa: E402
 from tests.ptx.faults.judge import notices, raised  # noqa: E402
 from tests.ptx.faults.lies import LIES  # noqa: E402
-from tests.ptx.faults.scenes import LAPS, SCENES, WITHIN, Play  # noqa: E402
+from tests.ptx.faults.scenes import LAPS, SCENES, TWO_COMBINES, WITHIN, Play  # noqa: E402
 from tests.ptx.product.test_low_latency import compiled  # noqa: E402
 from tests.rules.device_mutants import DEVICE_MUTANTS  # noqa: E402
 
@@ -50,7 +51,8 @@ def test_the_same_sources_serve(tmp_path: Path) -> None:
 
 
 def test_every_change_finds_what_it_changes() -> None:
-    for changes in (sources.LAPS | sources.PARITIES | sources.STAMPS | sources.READERS).values():
+    tables = sources.LAPS, sources.PARITIES, sources.STAGING, sources.STAMPS, sources.READERS
+    for changes in itertools.chain.from_iterable(table.values() for table in tables):
         assert sources.changed(*changes)
 
 
@@ -73,6 +75,20 @@ def test_laps_as_they_are() -> None:
 def test_every_parity(mutant: str, tmp_path: Path) -> None:
     with sources.serving(sources.changed(*sources.PARITIES[mutant]), tmp_path):
         assert notices(_SHOWING)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("mutant", sources.STAGING)
+def test_every_wait_for_staging(mutant: str, tmp_path: Path) -> None:
+    with sources.serving(sources.changed(*sources.STAGING[mutant]), tmp_path):
+        assert notices([TWO_COMBINES.play])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("memory", ["sequential", "weak"])
+def test_two_combines_as_they_are(memory: str) -> None:
+    for seed in range(10 * WITHIN):
+        TWO_COMBINES.play(compiled(memory), memory, seed)
 
 
 @pytest.mark.model
