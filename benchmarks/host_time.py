@@ -189,8 +189,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     about = (
         f"Triton {found['triton']} on a stub of the driver; medians with p10 - p90 of {found['rounds']} x "
         f"{found['calls']} calls, of launches the mean over the kernels of a dispatch and a combine: "
-        f"{kernels[ways[0]]} of the first column, {kernels[AT_ONCE]} now; of normal mode they are 9 and 7. Each "
-        "operation has the streams and events of one as well, which the stub makes by calls from Python."
+        f"{kernels[ways[0]]} of the first column, {kernels[AT_ONCE]} now. Each operation has the streams "
+        "and events of one as well, which the stub makes by calls from Python."
     )
     return "\n".join([*lines, "", about])
 

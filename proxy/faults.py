@@ -72,9 +72,10 @@ def _drop_peer(state: int, peer: int, new_state: int, reason: int) -> None:
             continue
         release_queue(state, entry, record)
         poke(record + words.WAITING, 0)
-        # The transport touches no source bytes of this peer after drop(), so all of them may be reused.
-        # rule: writes to a lost peer count as completed
-        store64(peek(state + words.COMPLETED) + index * 8, peek(record + words.ENQUEUED))
+        # rule: bytes that a NIC may still read are not given back
+        if words.gives_back(entry):
+            # rule: writes to a lost peer count as completed
+            store64(peek(state + words.COMPLETED) + index * 8, peek(record + words.ENQUEUED))
     poke(state + words.LOAD, peek(state + words.LOAD) - peek(entry + words.PEER_LOAD))
     poke(state + words.CREDITS, peek(state + words.CREDITS) - peek(entry + words.PEER_CREDITS))
     poke(state + words.PROBE, 0)
@@ -100,7 +101,7 @@ def blame_peer(state: int, peer: int, fault: int, stream: int, value: int, detai
         poke(entry + words.PEER_FAULT_DETAIL, detail)
         store64(entry + words.PEER_FAULT, failure << 8 | fault)
         store64(state + words.FAULTS, peek(state + words.FAULTS) + 1)
-    # Dropped first: a kernel that the sticky error releases must find its writes completed.
+    # Dropped first: a kernel that the sticky error releases must find its writes completed, if they can be.
     _drop_peer(state, peer, words.FORGOTTEN if request else words.LOST, request)
     # rule: a lost peer sets the sticky error
     if request == 0:

@@ -161,7 +161,9 @@ class ProxyState:
             if k >= 0:
                 self.peers[peer, words.PEER_STATE // 8] = words.UP
                 self.peers[peer, words.PEER_ENDPOINT // 8] = self._endpoints.ctypes.data + k * words.ENDPOINT_ENTRY
-                self.peers[peer, words.PEER_EXACT // 8] = int(endpoints[k].capabilities.in_sequence)
+                offered = endpoints[k].capabilities
+                self.peers[peer, words.PEER_EXACT // 8] = int(offered.in_sequence)
+                self.peers[peer, words.PEER_READS // 8] = int(offered.reads_after_drop)
 
     def _fill_header(self, configuration: Mapping[int, int]) -> None:
         """Enter ``configuration``, by byte offset, and where the tables are."""

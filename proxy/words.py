@@ -99,6 +99,7 @@ PEER_FAULT_STREAM = 72  # loop stores these before PEER_FAULT, check() reads the
 PEER_FAULT_VALUE = 80
 PEER_FAULT_DETAIL = 88
 PEER_EXACT = 96  # 1 = its transport keeps each stream in order and repeats nothing; constant
+PEER_READS = 104  # 1 = its transport may read our bytes for it after it was dropped; constant
 PEER_ENTRY = 128
 ABSENT, UP, LOST, FORGOTTEN = range(4)
 
@@ -188,6 +189,16 @@ def peer_entry(state: int, peer: int) -> int:
 def peer_state(state: int, peer: int) -> int:
     """ABSENT, UP, LOST or FORGOTTEN."""
     return peek(peer_entry(state, peer) + PEER_STATE)
+
+
+@inlined
+def gives_back(entry: int) -> bool:
+    """True when bytes of writes to a peer that is LOST or FORGOTTEN may be written again.
+
+    A lost peer may live, and would take for a message whatever a NIC still sends it from there. The sticky error ends
+    who waits for those bytes. A forgotten one takes nothing from us any more.
+    """
+    return peek(entry + PEER_READS) == 0 or peek(entry + PEER_STATE) == FORGOTTEN
 
 
 @inlined

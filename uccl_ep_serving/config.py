@@ -420,7 +420,8 @@ SETTINGS: tuple[Variable, ...] = (
         _choice("auto", "triton", "tma"),
         False,
         "what moves rows of normal mode between GPUs that map each other's memory; tma: bulk copies of the tensor "
-        "memory accelerator (sm_90 and newer, CuPy), on one H200 faster but for first dispatches: auto is triton",
+        "memory accelerator (sm_90 and newer, CuPy), on one H200 faster in some operations and slower in others: auto "
+        "is triton",
     ),
     Variable("tcp_connections", _integer(1, 16), True, "TCP connections per peer and proxy"),
     Variable(

@@ -186,6 +186,9 @@ def combine_send(
         if missing == 0:
             put(state, block.COMBINE_NUMBER, number + 1)
             return STATUS_OK
+        if not staging_free:
+            # again, for the progress block: a peer whose proxy or NIC takes nothing holds up the others as well
+            ll.staging_is_free(context, progress, LL_COMBINE, number - 1)
         status = end_spin(context, spin, slice_end_ns)
         if status != STATUS_OK:
             return status

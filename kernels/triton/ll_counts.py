@@ -214,11 +214,10 @@ def wait_space(
         number = peek(state + S.COMBINE_NUMBER)
     if peer != own_rank(context):
         good = _wait_acks(context, state, peer, number - 1, PHASE, start)
-    # staging is packed again only when its last writes completed, to whomever they went
+    # staging is packed again only when its last writes completed, to whomever they went; dispatches have two
     over = number - 2
     if PHASE == _COMBINE:
-        # a combine waits for the completion of the one before, which lies where it is packed; and
-        # the peer may take this message as the proof that nothing of the one before is repeated
+        # combines share one. Also, the peer takes this message as the proof that nothing of the one before is repeated
         over = number - 1
     if (peer_window(context, peer) == 0) & (over >= 0):
         for first in range(0, ranks, lanes()):

@@ -119,6 +119,8 @@ class Capabilities:
         in_sequence: each stream's writes arrive in order and once (one connection carries it): anything else is a
             fault of the peer. Transports that reorder or repeat say False.
         tells_drop: a peer that was dropped and lives sees DOWN, so that it ends by name and not at its deadline.
+        reads_after_drop: what was under way to a peer that was dropped may be read from this window, and sent, all the
+            same (one queue pair serves all peers). Where not, those bytes may be written as soon as drop() returns.
     """
 
     name: str
@@ -128,6 +130,7 @@ class Capabilities:
     notices_silent_death: bool = True
     in_sequence: bool = False
     tells_drop: bool = False
+    reads_after_drop: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ class FakeFabric:
         proves_source: whether ARRIVED names the source rank (RC, TCP) or the immediate must be believed (SRD).
         max_write: longest single write, bytes.
         in_sequence: declare that every stream keeps its order and repeats nothing (and let the proxies insist on it).
+        reads_after_drop: declare that what was under way to a dropped peer may still be read.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class FakeFabric:
         proves_source: bool = True,
         max_write: int = 256 << 20,
         in_sequence: bool = False,
+        reads_after_drop: bool = False,
     ) -> None:
         self.ranks, self.window_bytes, self.proxies, self.depth = ranks, window_bytes, proxies, depth
         self.adversary = adversary = Adversary() if adversary is None else adversary
@@ -95,6 +97,7 @@ class FakeFabric:
             max_write=max_write,
             in_sequence=in_sequence,
             tells_drop=True,
+            reads_after_drop=reads_after_drop,
         )
         self._memory = aligned_zeros(data.FABRIC_BYTES + ranks * 8)
         self._windows = np.zeros(ranks, np.int64)

@@ -340,9 +340,12 @@ def failures(function: str, code: str, operation: str) -> list[str]:
     layer = Layer(buffer)
     if operation != "reserve":
         rows, _, handle, _, _ = layer.dispatch()
+        *_, hook = layer.dispatch(return_recv_hook=True)
     calls = {
         "reserve": lambda: _reserve(buffer),
         "dispatch": layer.dispatch,
+        "dispatch with a hook": lambda: layer.dispatch(return_recv_hook=True),
+        "dispatch recv": lambda: hook(),
         "combine": lambda: layer.combine(rows, handle),
     }
     DRIVER.fail(function, int(code))

@@ -27,6 +27,8 @@ BODIES = (
     "failures:cuLaunchKernelEx,701,dispatch",
     "failures:cuLaunchKernelEx,719,dispatch",
     "failures:cuLaunchKernelEx,700,combine",
+    "failures:cuStreamIsCapturing,700,dispatch with a hook",
+    "failures:cuStreamIsCapturing,719,dispatch recv",
     "launches:low_latency",
     "launches:normal",
     "by_triton",
@@ -190,11 +192,11 @@ def test_what_went_well_before_hides_nothing_wrong(said: dict[str, Any]) -> None
     assert {name: words for name, words in found.items() if not words.startswith("ConfigError: ")} == {}
 
 
-def check_raised(said: list[str], operation: str, words: str, lost: bool) -> None:
+def check_raised(said: list[str], operation: str, words: str, lost: bool, by: str = "Triton Error [CUDA]") -> None:
     """The operation raises the driver's words, and the next one names it; a lost context is named by a wait."""
     first, after, synchronized, closed = said
-    assert first == f"RuntimeError: Triton Error [CUDA]: {words}"
-    assert after.startswith(f"UcclEpError: low-latency dispatch: an earlier {operation} (RuntimeError: Triton Error")
+    assert first == f"RuntimeError: {by}: {words}"
+    assert after.startswith(f"UcclEpError: low-latency dispatch: an earlier {operation} (RuntimeError: {by}: ")
     assert words in after
     assert "Next step: " in after
     assert bool(synchronized) == lost
@@ -220,6 +222,21 @@ def test_a_lost_context_is_named_by_every_call_after_it(
     """Whatever is asked of the driver then fails, also while the error is handled."""
     found = said[f"failures:cuLaunchKernelEx,{code},{operation}"]
     check_raised(found, f"low-latency {operation}", words, lost=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "operation", "words"),
+    [
+        (700, "dispatch with a hook", "an illegal memory access was encountered"),
+        (719, "dispatch recv", "unspecified launch failure"),
+    ],
+)
+def test_a_lost_context_is_named_where_it_is_asked_for_a_capture(
+    said: dict[str, Any], code: int, operation: str, words: str
+) -> None:
+    """That comes before any launch where there is a hook."""
+    found, phase = said[f"failures:cuStreamIsCapturing,{code},{operation}"], operation.removesuffix(" with a hook")
+    check_raised(found, f"low-latency {phase}", words, lost=True, by="CUDA error")
 
 
 def test_a_kernel_that_cannot_be_loaded_is_named_and_the_group_stays_usable(said: dict[str, Any]) -> None:

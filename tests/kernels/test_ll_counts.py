@@ -184,6 +184,15 @@ def test_combine_send_waits_for_its_previous_message_to_complete() -> None:
     assert [stream for stream, _ in bench.commands()] == [NOTICE, LL_COMBINE]
 
 
+def test_combine_send_blames_the_peer_whose_nic_still_reads() -> None:
+    """Rank 1 has not told that its space is free, and may wait for rank 2 itself."""
+    bench = Bench(ranks=3)
+    bench.at_combine_2()
+    bench.peer_table(block.RECV_ACK_COMBINE)[PEER] = 0
+    assert bench.combine() == STATUS_PENDING
+    assert bench.space._progress[:4].tolist() == [2, LL_COMBINE + MAX_CHANNELS, 0, 1]
+
+
 def test_combine_send_waits_until_no_nic_reads_its_staging() -> None:
     """All combines are packed in one place: what went to rank 2 may lie where the message to rank 1 is packed."""
     bench = Bench(ranks=3)

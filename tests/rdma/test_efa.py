@@ -58,6 +58,7 @@ class TestOrder:
             # all of one stream
             offered = group.endpoints[0].capabilities
             assert not offered.in_sequence
+            assert offered.reads_after_drop
 
     def test_the_same_seed_gives_the_same_run(self) -> None:
         def history(seed: int) -> list[tuple[int, int]]:

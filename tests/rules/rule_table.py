@@ -117,6 +117,7 @@ CLAUSES: dict[int, list[str]] = {
         "a repeat of a held write changes nothing",
         "a lost peer sets the sticky error",
         "writes to a lost peer count as completed",
+        "bytes that a NIC may still read are not given back",
         "nothing is published after the sticky error",
         "a wait ends when the sticky error is set",
         "what the peer has not is sent again, from its count",

@@ -255,6 +255,24 @@ def a_kernel_waiting_for_a_lost_peer(step: Step) -> None:
     assert world.completed(0, 1, LL_DISPATCH) == 20
 
 
+def a_lost_peer_whose_bytes_a_nic_may_still_read(step: Step) -> None:
+    """What is packed over them would be sent to it: they are given back when it is forgotten, not before."""
+    world = World(3, 1 << 16, step=step, fabric_options={"depth": 4, "reads_after_drop": True})
+    world.asleep |= {1, 2}
+    for peer in (1, 2):
+        for _ in range(20):
+            _message(world, 0, peer, 64)
+    world.step()
+    world.fabric.endpoint(0).inject(DOWN, 0, 1, 104)
+    world.services[0].forget(2)
+    world.step()
+    assert world.errors[0][ERROR_CODE] == FAILURE_PEER_LOST
+    _message(world, 0, 1, 64)
+    world.step()
+    assert world.completed(0, 1, LL_DISPATCH) == 0
+    assert world.completed(0, 2, LL_DISPATCH) == 20
+
+
 def a_goodbye_overtaken_by_the_closed_connection(step: Step) -> None:
     """forget() works from the moment it returns, even when the DOWN was already on its way."""
     world = World(2, 1 << 16, step=step)
@@ -424,6 +442,7 @@ SCENARIOS: dict[str, Callable[[Step], None]] = {
     "a stream gets time slices": a_long_queue_beside_a_short_one,
     "the proxy takes a bounded batch of commands": a_ring_full_of_commands,
     "writes to a lost peer count as completed": a_kernel_waiting_for_a_lost_peer,
+    "bytes that a NIC may still read are not given back": a_lost_peer_whose_bytes_a_nic_may_still_read,
     "a forgotten peer causes no error": a_goodbye_overtaken_by_the_closed_connection,
 }
 

@@ -276,9 +276,11 @@ class DeviceSpace:
             (int(ring), ring_bytes(int(_words(int(ring) + CAPACITY, 1)[0]))) for ring in np.unique(rings) if ring
         ]
         pieces += [(space.error, 8 * ctx.ERROR_WORDS), (self._report.ctypes.data, 8 * ctx.ERROR_WORDS)]
-        on_host = self._window is None or self._window.near_only
-        if on_host:
+        if self._window is None:
             pieces += [(int(address), layout.nbytes) for address in windows if address]
+        elif self._window.near_only:
+            # kernels write those of neighbours in device memory
+            pieces.append((space.window, layout.nbytes))
         self._pages.map(pieces)
         device = np.vectorize(self._pages, otypes=[np.int64])
         common = {
@@ -302,7 +304,7 @@ class DeviceSpace:
             tables = _Tables(own, landing, mapped, device(arrived), device(completed), device(flags))
             return self._block(common, tables)
         tables = self._over(self._window, device(arrived), device(completed))
-        if on_host:
+        if self._window.near_only:
             own = self._pages(space.window)
             landing = np.where(tables.windows != 0, tables.own, own)
             tables = tables._replace(own=own, landing=landing)

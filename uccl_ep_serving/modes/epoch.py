@@ -215,7 +215,13 @@ class RecvHook:
         receive, received, _ = self._pending
         self._epoch.check(self._phase)
         self._epoch.check_number(self._phase, self._number, "this operation")
-        if self._epoch.capture != self._capture:
+        try:
+            capture = self._epoch.capture
+        except RuntimeError as error:
+            # a device that has failed: what comes next shall name this
+            self._epoch.interrupt(self._phase, error)
+            raise
+        if capture != self._capture:
             sent, step = ("was not captured", "before the capture begins")
             if self._capture is not None:
                 sent, step = ("was captured in a graph", "in that capture")

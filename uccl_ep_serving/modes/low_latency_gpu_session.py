@@ -228,8 +228,8 @@ class LowLatencyGpuSession:
                 operation.received()
             done(time.monotonic_ns() - started)
             return event, None
-        capture = epoch.capture
         with operation:
+            capture = epoch.capture
             # The hook holds all tensors until the receive is launched, which waits for this. To record them as well
             # would keep their memory from all that is captured later: of each layer the experts' output.
             event = run(send, False, True, used if capture is None else ())

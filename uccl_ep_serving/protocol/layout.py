@@ -5,7 +5,7 @@ agree on every offset. All regions start on a page. Sizes follow the real dtype.
 memory that another rank's write may touch; a proxy refuses offsets outside the window, a kernel checks what it reads.
 
 Low-latency operations of any :class:`LowLatencyPlan` that a room holds use the same regions: what a plan decides lies
-inside one slot or one parity of a region, never where that begins.
+inside a slot, a parity of a region or the combine staging, never where those begin.
 """
 
 from __future__ import annotations

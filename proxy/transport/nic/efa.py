@@ -243,6 +243,7 @@ class EfaEndpoint(NicEndpoint[EfaRail, EfaAddress, srd.EfaMemory]):
             proves_source=True,
             max_write=longest,
             notices_silent_death=False,
+            reads_after_drop=True,
         )
         self._state = state = srd.EfaMemory(
             rank=self._rank,
