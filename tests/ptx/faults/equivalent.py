@@ -58,8 +58,9 @@ _COUNT_OF_A_NOTICE = (
 #: Where counts of read messages are taken from a header or a notice.
 _COUNTS = (("dispatched = acquire(header",), ("combined = acquire(header",))
 _SLOT_OF_A_RING = (
-    "what is put into a slot, or said of a full ring, depends on the tail that was read, and the proxy's tail on the "
-    "slot: out of thin air comes no value; both sides' accesses of a slot are strong, so there is no race"
+    "what is put into a slot, or said of a full ring, stands behind a branch on the tail that was read, and GPUs "
+    "store nothing on speculation; the proxy's tail depends on the slot; accesses of a slot are strong on both sides, "
+    "so there is no race"
 )
 EQUIVALENT = (
     Equivalent(
@@ -193,13 +194,6 @@ EQUIVALENT = (
             ("dispatch_send", "_close(", "number, local, ranks = "),
             ("dispatch_recv", "_close(", ""),
         )
-    ),
-    Equivalent(
-        ("combine_send",),
-        ("acquire",),
-        ("count, _ = messages_completed(", "good = wait_messages(context, state, others"),
-        "nothing is packed over the message whose end it sees but by a later kernel, which the end of this one comes "
-        "before; and the command of this one, a release, is put once that end was seen",
     ),
     Equivalent(
         _ALL,

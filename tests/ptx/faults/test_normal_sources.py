@@ -40,7 +40,7 @@ def test_every_rule_of_normal_mode_is_here() -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_is_noticed(name: str, tmp_path: Path) -> None:
     with sources.serving(sources.changed(FAULTS[name].change), tmp_path, "normal"):
-        assert notices([SCENES[FAULTS[name].scene]], ["weak"])
+        assert notices([SCENES[FAULTS[name].scene]])
 
 
 @pytest.mark.model
@@ -48,7 +48,7 @@ def test_is_noticed(name: str, tmp_path: Path) -> None:
 def test_a_kernel_without_a_rule(rule: str, tmp_path: Path) -> None:
     table = NODE_MUTANTS if rule in NODE_MUTANTS else DEVICE_MUTANTS
     with sources.serving(sources.without(rule, table), tmp_path, "normal"):
-        assert notices([SCENES[RULES[rule]]], ["weak"])
+        assert notices([SCENES[RULES[rule]]])
 
 
 @pytest.mark.model

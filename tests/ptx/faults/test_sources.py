@@ -85,10 +85,9 @@ def test_every_wait_for_staging(mutant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("memory", ["sequential", "weak"])
-def test_two_combines_as_they_are(memory: str) -> None:
+def test_two_combines_as_they_are() -> None:
     for seed in range(10 * WITHIN):
-        TWO_COMBINES.play(compiled(memory), memory, seed)
+        TWO_COMBINES.play(compiled("weak"), "weak", seed)
 
 
 @pytest.mark.model

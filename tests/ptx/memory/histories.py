@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.ptx.memory.clocks import NOBODY, Agent, Lanes, Release
-from tests.ptx.memory.operation import HOST_STORE, INITIAL, Operation
+from tests.ptx.memory.operation import HOST_STORE, INITIAL, Operation, Scope
 from tests.ptx.memory.regions import Region
 
 ALL_BYTES = (1 << 64) - 1
@@ -90,7 +90,8 @@ class Cell:
 
     Attributes:
         history: writes in coherence order, the first of them what was there before.
-        readers: reads since the last write, with what was read: the last one of each agent, and of each warp at once.
+        readers: reads since the last write, with what was read: of each agent, and of each warp at once, the last one
+            of the same bytes in the same scope. Another one does not stand for it: a write may race with one alone.
         observed: masks of strong reads, which agents' ``seen`` has entries for.
         shown: the order of the last message that the host can see; later ones are on their way.
     """
@@ -101,7 +102,7 @@ class Cell:
         self.region, self.index = within, index
         initial = 0 if within.fresh else within.shadow[index]
         self.history = [Message(initial, 0 if within.fresh else ALL_BYTES, NOBODY, -1, INITIAL, 0.0, 0)]
-        self.readers: dict[Lanes, tuple[Reading, int]] = {}
+        self.readers: dict[tuple[Lanes, int, Scope], tuple[Reading, int]] = {}
         self.observed: list[int] = []
         self.shown = 0.0
 

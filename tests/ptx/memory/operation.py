@@ -65,13 +65,14 @@ _SCOPES = {"cta": Scope.CTA, "cluster": Scope.CTA, "gpu": Scope.GPU, "gl": Scope
 def decode(event: MemoryEvent) -> Operation:
     """The operation of an event ``ld``, ``st``, ``atom``, ``red``, ``fence`` or ``membar``.
 
-    PTX ISA 8.5: ``volatile`` is ``relaxed.sys``, and ``cv`` is taken for it; ``atom`` and ``red`` are relaxed, at GPU
-    scope where they say no other; ``membar`` is ``fence.sc``; a ``fence`` is ``acq_rel`` unless it says another order.
+    PTX ISA 8.5: ``volatile`` is ``relaxed.sys``; what is said of caches orders nothing; ``atom`` and ``red`` are
+    relaxed, at GPU scope where they say no other; ``membar`` is ``fence.sc``; a ``fence`` is ``acq_rel`` unless it says
+    another order.
     """
     parts = set(event.parts[1:])
     kind = {"ld": "load", "st": "store", "atom": "atomic", "red": "atomic"}.get(event.parts[0], "fence")
     scope = next((scope for name, scope in _SCOPES.items() if name in parts), Scope.NONE)
-    if "volatile" in parts or "cv" in parts:
+    if "volatile" in parts:
         scope = Scope.SYS
     if kind == "atomic" and scope == Scope.NONE:
         scope = Scope.GPU

@@ -97,7 +97,7 @@ def account(cell: Cell, limit: int = 12) -> str:
         for one in cell.history[-limit:]
     ] + [
         (one.step, access(agent, one.operation, one.step, f"read {hexadecimal(value, one.mask)}"))
-        for lanes, (one, value) in list(cell.readers.items())[-limit:]
+        for (lanes, _, _), (one, value) in list(cell.readers.items())[-limit:]
         for agent in lanes[:limit]
     ]
     told.sort(key=lambda one: one[0])

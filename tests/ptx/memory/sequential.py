@@ -76,7 +76,8 @@ class Sequential:
 
     def host_stepped(self) -> None: ...
 
-    def host_read(self, address: int, nbytes: int) -> None: ...
+    def host_read(self, address: int, nbytes: int, since: int | None = None) -> int:
+        return 0
 
     def new_block(self, launch: Any, block: str, count: int) -> list[Agent]:
         timer = Timer()

@@ -231,6 +231,47 @@ def test_who_overwrites_what_a_nic_reads_must_have_heard_of_it(look: str, told: 
     assert bool(raced) == (not told)
 
 
+def test_nobody_writes_what_a_nic_is_reading() -> None:
+    """Whatever the kernel has heard of meanwhile: the host tells it of something else between two reads of one word."""
+    wait = "$L1:\nld.acquire.sys.global.b64 %rd3, [%rd1+64];\nsetp.eq.u64 %p1, %rd3, 0;\n@%p1 bra $L1;\n"
+    for stored, raced in ((0, True), (32, False)):
+        words = memory(32)
+        machine = Machine(0, Weak(races="keep"), host_share=0.4)
+        machine.memory.register("words", words.ctypes.data, words.nbytes)
+
+        def body(machine: Machine = machine, words: np.ndarray = words, stored: int = stored) -> None:
+            store = f"st.global.b64 [%rd1+{stored}], 2;\n"
+            machine.launch_later(0, kernel(wait + store, 1), (1,), [words.ctypes.data, 0])
+            begun = machine.memory.host_read(words.ctypes.data, 16)
+            words[8] = 1
+            machine.synchronise(0)
+            machine.memory.host_read(words.ctypes.data, 16, begun)
+
+        machine.host(0, body)
+        machine.run(limit_steps=20_000)
+        assert any("a NIC's" in str(race) for race in machine.memory.races.found) == raced
+
+
+@pytest.mark.parametrize("stores", ["st.global.b32 [%rd1], 1;", "st.global.b32 [%rd1], 1;\nst.global.b32 [%rd1+4], 1;"])
+def test_a_store_of_the_host_races_with_each_word_that_it_covers(stores: str) -> None:
+    """It writes the low one, of which it has not heard, whatever was stored beside it since."""
+    words = memory(32)
+    machine = Machine(0, Weak(races="keep", lag=0.5))
+    machine.memory.register("words", words.ctypes.data, words.nbytes)
+
+    def body() -> None:
+        machine.launch_later(
+            0, kernel(f"{stores}\nst.relaxed.sys.global.b64 [%rd1+64], 1;", 1), (1,), [words.ctypes.data, 0]
+        )
+        machine.wait_until(lambda: words[8] == 1 and words[0] & 1 == 1, "the stores", timeout_s=10.0)
+        words.view(np.int32)[0] = 5
+        machine.synchronise(0)
+
+    machine.host(0, body)
+    machine.run(limit_steps=20_000)
+    assert machine.memory.races.found
+
+
 def test_no_deadline_comes_before_a_store_that_is_late() -> None:
     """A kernel stores and waits for the host, which answers what it sees, while time goes faster."""
     for seed in range(10):

@@ -79,6 +79,25 @@ def test_plain_accesses_of_two_ctas(first: str, second: str, tell: str, look: st
                 run(body, grid=2, seed=seed)
 
 
+LOW, HIGH, HOST = "ld.global.b32 %r4, [%rd1];", "ld.global.b32 %r5, [%rd1+4];", "ld.relaxed.sys.global.b32 %r4, [%rd1];"
+
+
+@pytest.mark.parametrize(
+    ("reads", "write"),
+    [
+        (LOW + HIGH, "st.global.b32 [%rd1], 7;"),
+        (HIGH + LOW, "st.global.b32 [%rd1], 7;"),
+        # the strong one does not race, and the weak one does
+        (LOW + HOST, "st.relaxed.sys.global.b32 [%rd1], 7;"),
+    ],
+)
+def test_a_read_races_whatever_is_read_after_it(reads: str, write: str) -> None:
+    body = in_turn(reads, write, "st.relaxed.gpu", "ld.relaxed.gpu")
+    for seed in SEEDS:
+        with pytest.raises(DataRace):
+            run(body, grid=2, seed=seed)
+
+
 def test_both_accesses_are_told() -> None:
     body = in_turn(ST, LD, "st.relaxed.gpu", ACQUIRE)
     with pytest.raises(DataRace) as found:

@@ -157,7 +157,18 @@ class HostSide:
         for key in range(address >> 3, address + nbytes + 7 >> 3):
             cell = memory.cells.get(key)
             if cell is not None:
-                cell.readers[self.agent.alone] = stamp, cell.region.words[cell.index]
+                cell.readers[self.agent.alone, ALL_BYTES, HOST_LOAD.scope] = stamp, cell.region.words[cell.index]
+
+    def check_unwritten(self, address: int, nbytes: int, since: int) -> None:
+        """Nobody has written these bytes after step ``since``: a NIC may have read them at any time."""
+        for key in range(address >> 3, address + nbytes + 7 >> 3):
+            cell = self.memory.cells.get(key)
+            for message in cell.history[1:] if cell is not None else ():
+                if message.step > since and message.agent is not self.agent:
+                    stamp = Reading(self.agent.timer.time, ALL_BYTES, HOST_LOAD, since)
+                    self.memory.races.with_read(
+                        cell, self.agent, stamp, 0, message.mask, message.agent, message.operation, message.step
+                    )
 
     def look(self, everywhere: bool = False) -> None:
         """Takes in what the host has written, in watched regions or ``everywhere``."""
@@ -183,21 +194,24 @@ class HostSide:
             within.words[index] = within.shadow[index]
             self._show(cell, cell.history[-1].order)
             if memory._racing:
-                self._check(cell, mask, changed, cell.history[-1])
+                self._check(cell, mask, changed)
         order = cell.history[-1].order + 1.0
         message = HostMessage(real & mask, mask, changed, self.agent, order, memory.step, release)
         cell.append(message)
         cell.shown = message.order
         within.write(index, message.value, mask)
 
-    def _check(self, cell: Cell, mask: int, changed: int, last: Message) -> None:
-        agent, memory = self.agent, self.memory
-        if (
-            last.mask & changed
-            and not memory._is_floor(agent, cell, last)
-            and not memory._morally_strong(agent, HOST_STORE, mask, last)
-        ):
-            memory.races.with_write(cell, last, changed, agent, HOST_STORE, memory.step)
+    def _check(self, cell: Cell, mask: int, changed: int) -> None:
+        agent, memory, left = self.agent, self.memory, changed
+        for message in reversed(cell.history):
+            if not message.mask & left:
+                continue
+            left &= ~message.mask
+            # words as wide as the kernel's: the host may have written several in its turn
+            if not memory._is_floor(agent, cell, message) and not memory._morally_strong(
+                agent, HOST_STORE, message.mask & mask, message
+            ):
+                memory.races.with_write(cell, message, changed, agent, HOST_STORE, memory.step)
         memory._overwrite(agent, cell, mask, HOST_STORE, changed)
 
     @staticmethod

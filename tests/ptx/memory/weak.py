@@ -121,9 +121,13 @@ class Weak(Proxies):
         """A host thread or a proxy has had its turn."""
         self.host.look()
 
-    def host_read(self, address: int, nbytes: int) -> None:
-        """In this turn the host or a NIC has read ``nbytes`` from ``address``, or may have."""
+    def host_read(self, address: int, nbytes: int, since: int | None = None) -> int:
+        """In this turn the host or a NIC has read ``nbytes`` from ``address``, or may have; and at any time ``since``
+        another such turn, by the number that it returned."""
+        if since is not None:
+            self.host.check_unwritten(address, nbytes, since)
         self.host.read(address, nbytes)
+        return self.step
 
     # -- accesses; a batch is one instruction of some lanes of a warp
 
@@ -175,7 +179,7 @@ class Weak(Proxies):
             return []
         value = last.value & mask
         if self._racing:
-            cell.readers[warp] = Reading(agents[0].timer.time, mask, operation, self.step), value
+            cell.readers[warp, mask, operation.scope] = Reading(agents[0].timer.time, mask, operation, self.step), value
         return [value >> shift] * len(warp)
 
     def store(
@@ -282,7 +286,7 @@ class Weak(Proxies):
         else:
             value = self._read_any(agent, cell, mask, reading.operation)
         if self._racing:
-            cell.readers[agent.alone] = reading, value
+            cell.readers[agent.alone, mask, reading.operation.scope] = reading, value
         return value
 
     def _read_any(self, agent: Agent, cell: Cell, mask: int, operation: Operation) -> int:
@@ -358,7 +362,7 @@ class Weak(Proxies):
                 self._write(agent, at, value & M64, M64, operation, None)
                 continue
             if cell.readers:
-                if len(cell.readers) > 1 or agent.alone not in cell.readers:
+                if any(lanes is not agent.alone for lanes, _, _ in cell.readers):
                     self._overwrite(agent, cell, M64, operation)
                 else:
                     cell.readers.clear()
@@ -437,7 +441,7 @@ class Weak(Proxies):
             touched: the bytes of ``mask`` that are certainly written.
         """
         clock = agent.clock if agent.over is None else agent.over
-        for lanes, (reading, value) in cell.readers.items():
+        for (lanes, _, _), (reading, value) in cell.readers.items():
             if not reading.mask & mask & touched or warp_heard(clock, lanes[0], reading.time):
                 continue
             for reader in lanes:

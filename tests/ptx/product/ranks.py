@@ -120,6 +120,8 @@ class ModelGroup(FakeGroup):
         self._kept: list[object] = []
         #: What ranks have mapped stays mapped until the last of them has ended.
         self.contexts: list[GpuContext] = []
+        #: The step in which each write that is under way has begun.
+        self._begun: dict[tuple[int, int, int], int] = {}
         #: Called after each turn of a proxy.
         self.stepped: Callable[[], object] = lambda: None
         settings = settings or Settings(timeout=TIMEOUT, window="host")
@@ -148,8 +150,11 @@ class ModelGroup(FakeGroup):
         done = self.services[rank].step(proxy)
         self.stepped()
         # of a write that has begun, or is over now: in between it may be read at any time
-        for _, address, nbytes in before ^ self.fabric.sources():
-            self.machine.memory.host_read(address, nbytes)
+        for one in before ^ self.fabric.sources():
+            _, address, nbytes = one
+            self._begun[one] = self.machine.memory.host_read(address, nbytes, self._begun.pop(one, None))
+            if one in before:
+                del self._begun[one]
         # what the thread of a proxy does that ends by itself
         return self.spaces[rank].fail(FAILURE_PROXY_DIED, arrived=proxy) if done == DIED else done > 0
 
