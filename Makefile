@@ -150,7 +150,7 @@ chaos: env
 fuzz: env
 	@failed=0; $(BIN)/python -m tests.fuzz $(ARGS) || failed=1; $(BIN)/python benchmarks/run.py --render && exit $$failed
 
-# writes benchmarks/results/kernel_faults.json and RESULTS.md; 4,330 s of a core (3caddcd). Goes on from a run of the same kernels
+# writes benchmarks/results/kernel_faults.json and RESULTS.md; 7,700 s of a core (e9edf71). Goes on from a run of the same kernels
 kernel-faults: env
 	@failed=0; $(BIN)/python -m tests.ptx.faults $(ARGS) || failed=1; $(BIN)/python benchmarks/run.py --render && exit $$failed
 
