@@ -55,6 +55,20 @@ def _failure_of(fault: int) -> int:
 
 
 @compiled
+def give_back(state: int, entry: int, record: int, index: int) -> None:
+    """Nobody waits for a stream of a peer that is LOST or FORGOTTEN: what was enqueued counts as completed, and its
+    bytes may be written again.
+
+    Unless a NIC may still read them. A lost peer may live, and would take for a message whatever is sent to it from
+    there; then the sticky error ends who waits. A forgotten one takes nothing from us any more.
+    """
+    # rule: bytes that a NIC may still read are not given back
+    if peek(entry + words.PEER_READS) == 0 or peek(entry + words.PEER_STATE) == words.FORGOTTEN:
+        # rule: writes to a lost peer count as completed
+        store64(peek(state + words.COMPLETED) + index * 8, peek(record + words.ENQUEUED))
+
+
+@compiled
 def _drop_peer(state: int, peer: int, new_state: int, reason: int) -> None:
     """Nothing is sent to ``peer`` or believed from it any more; whoever waits for own writes to it is released."""
     entry = words.peer_entry(state, peer)
@@ -72,10 +86,7 @@ def _drop_peer(state: int, peer: int, new_state: int, reason: int) -> None:
             continue
         release_queue(state, entry, record)
         poke(record + words.WAITING, 0)
-        # rule: bytes that a NIC may still read are not given back
-        if words.gives_back(entry):
-            # rule: writes to a lost peer count as completed
-            store64(peek(state + words.COMPLETED) + index * 8, peek(record + words.ENQUEUED))
+        give_back(state, entry, record, index)
     poke(state + words.LOAD, peek(state + words.LOAD) - peek(entry + words.PEER_LOAD))
     poke(state + words.CREDITS, peek(state + words.CREDITS) - peek(entry + words.PEER_CREDITS))
     poke(state + words.PROBE, 0)

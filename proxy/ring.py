@@ -142,8 +142,7 @@ def _set_aside(state: int, entry: int, record: int, index: int, low: int, high: 
         return True
     poke(record + words.ENQUEUED, peek(record + words.ENQUEUED) + last)
     # Nobody shall wait for a slot whose message can never leave.
-    if words.gives_back(entry):
-        store64(peek(state + words.COMPLETED) + index * 8, peek(record + words.ENQUEUED))
+    faults.give_back(state, entry, record, index)
     words.count(state, words.C_DISCARDED)
     return True
 

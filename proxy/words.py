@@ -192,16 +192,6 @@ def peer_state(state: int, peer: int) -> int:
 
 
 @inlined
-def gives_back(entry: int) -> bool:
-    """True when bytes of writes to a peer that is LOST or FORGOTTEN may be written again.
-
-    A lost peer may live, and would take for a message whatever a NIC still sends it from there. The sticky error ends
-    who waits for those bytes. A forgotten one takes nothing from us any more.
-    """
-    return peek(entry + PEER_READS) == 0 or peek(entry + PEER_STATE) == FORGOTTEN
-
-
-@inlined
 def send_record(state: int, index: int) -> int:
     """Address of the send side of stream ``index`` (peer * 256 + stream)."""
     return peek(state + SEND) + index * SEND_ENTRY

@@ -154,21 +154,24 @@ class HostSide:
         # what the host has told before says nothing of it
         self.agent.timer.time += 1
         stamp = Reading(self.agent.timer.time, ALL_BYTES, HOST_LOAD, memory.step)
-        for key in range(address >> 3, address + nbytes + 7 >> 3):
-            cell = memory.cells.get(key)
-            if cell is not None:
-                cell.readers[self.agent.alone, ALL_BYTES, HOST_LOAD.scope] = stamp, cell.region.words[cell.index]
+        for cell in self._cells(address, nbytes):
+            cell.readers[self.agent.alone, ALL_BYTES, HOST_LOAD.scope] = stamp, cell.region.words[cell.index]
 
     def check_unwritten(self, address: int, nbytes: int, since: int) -> None:
         """Nobody has written these bytes after step ``since``: a NIC may have read them at any time."""
-        for key in range(address >> 3, address + nbytes + 7 >> 3):
-            cell = self.memory.cells.get(key)
-            for message in cell.history[1:] if cell is not None else ():
-                if message.step > since and message.agent is not self.agent:
-                    stamp = Reading(self.agent.timer.time, ALL_BYTES, HOST_LOAD, since)
+        stamp = Reading(self.agent.timer.time, ALL_BYTES, HOST_LOAD, since)
+        for cell in self._cells(address, nbytes):
+            value = cell.region.words[cell.index]
+            for one in cell.history[1:]:
+                if one.step > since and one.agent is not self.agent:
                     self.memory.races.with_read(
-                        cell, self.agent, stamp, 0, message.mask, message.agent, message.operation, message.step
+                        cell, self.agent, stamp, value, one.mask, one.agent, one.operation, one.step
                     )
+
+    def _cells(self, address: int, nbytes: int) -> list[Cell]:
+        """Those of these bytes that a kernel has accessed, or the host has written."""
+        cells = self.memory.cells
+        return [cells[key] for key in range(address >> 3, address + nbytes + 7 >> 3) if key in cells]
 
     def look(self, everywhere: bool = False) -> None:
         """Takes in what the host has written, in watched regions or ``everywhere``."""

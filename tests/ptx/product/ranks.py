@@ -150,11 +150,11 @@ class ModelGroup(FakeGroup):
         done = self.services[rank].step(proxy)
         self.stepped()
         # of a write that has begun, or is over now: in between it may be read at any time
-        for one in before ^ self.fabric.sources():
-            _, address, nbytes = one
-            self._begun[one] = self.machine.memory.host_read(address, nbytes, self._begun.pop(one, None))
-            if one in before:
-                del self._begun[one]
+        after, read = self.fabric.sources(), self.machine.memory.host_read
+        for one in after - before:
+            self._begun[one] = read(*one[1:])
+        for one in before - after:
+            read(*one[1:], since=self._begun.pop(one))
         # what the thread of a proxy does that ends by itself
         return self.spaces[rank].fail(FAILURE_PROXY_DIED, arrived=proxy) if done == DIED else done > 0
 
