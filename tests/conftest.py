@@ -14,7 +14,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import resume
+from tests.support import resume, sharing
 
 INFINIBAND = Path("/sys/class/infiniband")
 
@@ -27,6 +27,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 pytest_addoption = resume.add_option
+pytest_xdist_make_scheduler = sharing.pytest_xdist_make_scheduler
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -25,9 +24,7 @@ pytestmark = [
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-#: GPUs of both makers: those for which the quick tests compile, and the others.
-FIRST, LATER = ("sm_90", "gfx942"), ("sm_100", "gfx950")
-GPUS = [*FIRST, *(pytest.param(gpu, marks=pytest.mark.triton) for gpu in LATER)]
+GPUS = ("sm_90", "sm_100", "gfx942", "gfx950")
 #: Directories that hold another Triton each, as ``scripts/test-triton`` gives them.
 OTHERS = other_tritons()
 #: Kernels, and in how many specializations an engine can ask for each. The quick tests compile one.
@@ -84,26 +81,13 @@ def check_version(found: list[Found], path: str) -> None:
     assert {one["triton"] for one in found} == {version}
 
 
-@functools.cache
-def compiled(targets: tuple[str, ...]) -> dict[str, list[Found]]:
-    """What the installed Triton makes of each kernel, by target; all targets at a time."""
-    processes = {target: start(target) for target in targets}
-    try:
-        return {target: finish(process) for target, process in processes.items()}
-    finally:
-        for process in processes.values():
-            process.kill()
-
-
-@pytest.mark.parametrize("target", GPUS)
-def test_every_kernel(target: str) -> None:
-    together = FIRST if target in FIRST else LATER
-    check(compiled(together)[target], target, dict.fromkeys(EVERYTHING, 1))
+def test_every_kernel() -> None:
+    check(finish(start("sm_90")), "sm_90", dict.fromkeys(EVERYTHING, 1))
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("kernel", EVERYTHING)
-@pytest.mark.parametrize("target", FIRST + LATER)
+@pytest.mark.parametrize("target", GPUS)
 @pytest.mark.parametrize("place", [pytest.param("", id="installed"), *OTHERS])
 def test_every_specialization(place: str, target: str, kernel: str) -> None:
     found = finish(start(target, place, (kernel,)))

@@ -163,6 +163,14 @@ class TestBroken:
         assert "UCCL_EP_NICS=^mem" in fault.step
         assert all("GB/s" in one.said for one in lines(outcome, "roce rail 0"))
 
+    def test_a_nic_that_writes_something_else(self, network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(loopback._End, "take", lambda end, nbytes: bytes(nbytes + 1))
+        with installed(network, monkeypatch) as here:
+            outcome = check(network, here)
+        fault = only_fault(outcome, "NIC to itself")
+        assert (fault.where, fault.expected) == ("a write of 0 bytes", "the bytes that were sent")
+        assert "driver" in fault.cause
+
     def test_a_wrong_gid(self, network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
         with installed(network, monkeypatch) as here:
             outcome = check(network, here, lambda rank: Settings(nic_gid_index=7 * rank, **PLAIN))

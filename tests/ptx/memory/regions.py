@@ -69,6 +69,8 @@ class Regions:
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._regions: list[Region] = []
+        #: those that are compared after each step of the host, by address; few of thousands
+        self.watched: list[Region] = []
         self._last: Region | None = None
         #: asked about an address that is in no region: it may register more, and says whether it has
         self.missing: Callable[[int], bool] | None = None
@@ -95,11 +97,15 @@ class Regions:
         self._table = None
         self._starts.insert(at, new.start)
         self._regions.insert(at, new)
+        if new.watched:
+            self.watched = [one for one in self._regions if one.watched]
         return old
 
     def remove(self, old: Region) -> None:
         at = self._regions.index(old)
         del self._regions[at], self._starts[at]
+        if old.watched:
+            self.watched.remove(old)
         self._last = self._table = None
 
     def at(self, address: int, nbytes: int) -> Region:

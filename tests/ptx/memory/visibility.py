@@ -176,8 +176,9 @@ class HostSide:
     def look(self, everywhere: bool = False) -> None:
         """Takes in what the host has written, in watched regions or ``everywhere``."""
         release: Release | None = None
-        for within in self.memory.regions:
-            if within.watched or (everywhere and not within.private):
+        regions = self.memory.regions
+        for within in regions if everywhere else regions.watched:
+            if not within.private:
                 for index in within.changed():
                     if release is None:
                         self.agent.timer.time += 1

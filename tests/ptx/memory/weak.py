@@ -441,7 +441,14 @@ class Weak(Proxies):
             touched: the bytes of ``mask`` that are certainly written.
         """
         clock = agent.clock if agent.over is None else agent.over
+        block, until = None, -1
         for (lanes, _, _), (reading, value) in cell.readers.items():
+            # most are of one CTA, of which all is known
+            if lanes[0].block_key != block:
+                block = lanes[0].block_key
+                until = clock.get(block, -1)
+            if reading.time <= until:
+                continue
             if not reading.mask & mask & touched or warp_heard(clock, lanes[0], reading.time):
                 continue
             for reader in lanes:

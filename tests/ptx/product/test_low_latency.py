@@ -124,7 +124,7 @@ def test_a_seed_that_fails_fails_again_with_the_same_report(monkeypatch: pytest.
 def test_two_in_flight_and_hooks_in_another_order(memory: str) -> None:
     cases = [replace(SHAPES["bf16"], seed=3), replace(SHAPES["fp8, per expert"], seed=4)]
     programs = ["D D d0 d1 C0 C1 c0 c1", "D D d1 d0 C0 C1 c1 c0"]
-    trials.play(compiled(memory), memory, "proxied", cases, programs, 11)
+    trials.play(compiled(memory), memory, "proxied", cases, programs, 12)
 
 
 @pytest.mark.model

@@ -70,9 +70,8 @@ def test_many_seeds(memory: str, path: str, shape: str, narrow: bool) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("shape", ["three ranks", "hardly any ids"])
-def test_bulk_copies(shape: str) -> None:
-    trials.exchange(compiled("sequential"), "sequential", "mapped", SHAPES[shape], 1, copies=["tma"])
+def test_a_seed_of_bulk_copies() -> None:
+    trials.exchange(compiled("sequential"), "sequential", "mapped", SHAPES["fp8"], 1, copies=["tma"])
 
 
 @needs_nvrtc

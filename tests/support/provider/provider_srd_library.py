@@ -381,12 +381,18 @@ class SrdNetwork(MemoryNetwork):
     def _drop_qp(self, qp: int) -> int:
         index, qpn = self._qp.pop(qp)
         device = self._hardware[index]
-        record = device.queue_pairs.pop(qpn).ctypes.data
-        device.qps[qpn] = 0
-        # What it had in flight is gone with it.
-        flying = [list(write) for write in self._flight[: self.in_flight] if write[nic.F_QP] != record]
-        self._flight[: len(flying)] = np.array(flying, np.int64).reshape(-1, nic.FLIGHT_WORDS)
-        self.fabric[nic.FLIGHT_COUNT] = len(flying)
+        record = device.queue_pairs[qpn].ctypes.data
+        # other ranks may be threads that poll
+        nic.lock(self.fabric.ctypes.data)
+        try:
+            device.qps[qpn] = 0
+            # What it had in flight is gone with it.
+            flying = [list(write) for write in self._flight[: self.in_flight] if write[nic.F_QP] != record]
+            self._flight[: len(flying)] = np.array(flying, np.int64).reshape(-1, nic.FLIGHT_WORDS)
+            self.fabric[nic.FLIGHT_COUNT] = len(flying)
+        finally:
+            nic.unlock(self.fabric.ctypes.data)
+        del device.queue_pairs[qpn]
         return self._destroy("qp", qp)
 
     def _make_ah(self, pd: int, attributes: int) -> int:
