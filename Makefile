@@ -15,6 +15,8 @@ ARGS ?=
 # after another
 WORKERS ?= $(shell echo $$((3 * $$(nproc) / 2)))
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist
+# those of the vLLM plugin only compute, after an import of vLLM in each: a worker for each core
+PARALLEL_VLLM := -n $(shell echo $$((2 * $(WORKERS) / 3))) --maxprocesses 8 --dist loadfile
 export VENV
 
 .PHONY: help demo demo-vllm test test-project test-rules test-combinations test-interpreter test-long test-rdma
@@ -69,11 +71,11 @@ VLLM_TESTS := $(wildcard tests/engines/test_vllm*.py)
 # both run even where the first fails: one run tells everything
 test: env
 	@failed=0; scripts/run-tests $(VENV) -m "not slow" $(PARALLEL) loadfile $(ARGS) || failed=1; \
-	[ ! -x $(BIN_VLLM)/pytest ] || scripts/run-tests $(VENV_VLLM) -m "not slow" $(PARALLEL) loadfile $(VLLM_TESTS) || failed=1; \
+	[ ! -x $(BIN_VLLM)/pytest ] || scripts/run-tests $(VENV_VLLM) -m "not slow" $(PARALLEL_VLLM) $(VLLM_TESTS) || failed=1; \
 	exit $$failed
 
 test-vllm: env-vllm
-	@scripts/run-tests $(VENV_VLLM) -m "not slow" $(PARALLEL) loadfile $(VLLM_TESTS) $(ARGS)
+	@scripts/run-tests $(VENV_VLLM) -m "not slow" $(PARALLEL_VLLM) $(VLLM_TESTS) $(ARGS)
 
 # the plugin on versions of vLLM that are not installed, from their sources (0.6 GB on first use)
 test-vllm-versions: env-vllm

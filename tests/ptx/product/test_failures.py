@@ -68,7 +68,10 @@ def second_dispatch(group: ModelGroup, low_latency: Any, rank: int) -> Ended:
 
 
 def play(memory: str, path: str, seed: int, body: Body, adversary: Adversary = HOSTILE, **settings: Any) -> list[Any]:
-    """One layer that is right on every rank, then ``body`` of the rank's runtime and its mode; results by rank."""
+    """One layer that is right on every rank, then ``body`` of the rank's runtime and its mode; results by rank.
+
+    With all seeds here CTAs start in any order: kernels for those that start in order would be compiled beside.
+    """
     machine = trials.machine_of(memory, seed)
     machine.patience = PATIENCE
     given = Settings(timeout=TIMEOUT, window="host", **settings)
@@ -92,7 +95,7 @@ def test_a_silent_peer_is_named_at_the_deadline(memory: str, path: str) -> None:
     def body(runtime: Any, low_latency: Any) -> Ended | None:
         return second_dispatch(runtime.group, low_latency, 0) if runtime.rank == 0 else None
 
-    ended, _ = play(memory, path, 1, body)
+    ended, _ = play(memory, path, 9, body)
     assert isinstance(ended.error, PeerTimeout)
     assert ended.error.peer == 1
     assert "rank 1 is silent" in str(ended.error)
@@ -124,7 +127,7 @@ def test_a_proxy_that_dies_ends_the_waits_of_its_rank_soon(memory: str) -> None:
     def body(runtime: Any, low_latency: Any) -> Ended:
         return second_dispatch(runtime.group, low_latency, runtime.rank)
 
-    for ended in play(memory, "proxied", 3, body, fault_proxy_after=3):
+    for ended in play(memory, "proxied", 5, body, fault_proxy_after=3):
         assert isinstance(ended.error, ProxyDied)
         assert ended.took < SOON
         assert isinstance(ended.again, ProxyDied)
@@ -167,5 +170,5 @@ def test_a_program_that_has_failed_moves_nothing(memory: str) -> None:
         runtime.group.synchronise()
         return out.tolist()
 
-    for seed in range(4):
+    for seed in (2, 4, 5, 9):
         assert play(memory, "mapped", seed, body)[0] == [0] * 32

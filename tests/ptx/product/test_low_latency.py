@@ -84,7 +84,7 @@ def replayed(memory: str, seed: int) -> trials.Outcome:
 
 @pytest.mark.parametrize("memory", ["sequential", pytest.param("weak", marks=pytest.mark.model)])
 def test_a_seed_replays_exactly(memory: str) -> None:
-    once, again, other = (replayed(memory, seed) for seed in (5, 5, 6))
+    once, again, other = (replayed(memory, seed) for seed in (5, 5, 9))
     assert once == again != other
 
 
