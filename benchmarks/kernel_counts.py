@@ -95,7 +95,7 @@ def run_here(ranks: int, tokens: int, hidden: int, accesses: bool) -> dict[str, 
         """Without the copies of all memory that earlier commits have, and with one agent of a program."""
 
         def register(self, name: str, address: int, nbytes: int, watched: bool = True, fresh: bool = False) -> None:
-            self.regions.add(SimpleNamespace(name=name, start=address, end=address + nbytes))
+            self.regions.add(SimpleNamespace(name=name, start=address, end=address + nbytes, watched=False))
 
         def new_block(self, launch: Any, block: str, count: int) -> list[Any]:
             return super().new_block(launch, block, 1) * count
