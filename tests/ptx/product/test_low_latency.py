@@ -136,7 +136,7 @@ def test_many_seeds(memory: str, path: str, shape: str, gpu: str) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize(("memory", "path"), list(itertools.product(trials.MEMORIES, trials.PATHS)))
 def test_random_steps(memory: str, path: str, seed: int) -> None:
     """Ten operations of random shapes in a random order of calls and hooks, another one on every rank."""

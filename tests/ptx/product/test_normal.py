@@ -38,7 +38,7 @@ BETWEEN_NODES: dict[str, Case] = {
     "three nodes": Case(tokens=(3, 2, 0, 4, 1, 2), experts=6, topk=3, seed=4),
 }
 #: Seeds of each shape and path in the long run.
-SEEDS = {"sequential": 10, "weak": 4}
+SEEDS = {"sequential": 5, "weak": 2}
 #: The same one by one: between nodes a seed of six ranks takes two million steps, five to ten minutes.
 EACH_SEED = [(memory, seed) for memory, seeds in SEEDS.items() for seed in range(seeds)]
 
