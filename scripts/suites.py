@@ -189,7 +189,7 @@ def measure(suite: Suite) -> dict[str, Any] | None:
         options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}"] if suite.is_pytest else []
         if not suite.within:
             options = [f"ARGS=--resume={suite.name}"]
-            file = NOTES / f"{suite.name}-{sources()}.jsonl"
+            file = NOTES / f"{suite.name}-{sources(suite.name)}.jsonl"
             if not file.exists():
                 _copy_notes(file, UNFINISHED, NOTES)
         done = subprocess.run([*suite.command, *options], cwd=ROOT, check=False)

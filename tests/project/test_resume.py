@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from tests.support import resume
 from tests.support.resume import Note, Resume, left, notes
+from tests.support.source_tree import ROOT
 
 FILE = "run-abc.jsonl"
 
@@ -87,6 +89,43 @@ def test_sources_are_the_same_whatever_stands_beside_them(tmp_path: Path, monkey
     assert resume.sources() == ""
     git("commit", "-qam", "third")
     assert resume.sources() not in ("", first)
+
+
+def test_what_a_run_does_not_load_changes_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+
+    monkeypatch.setattr(resume, "ROOT", tmp_path)
+    engine = tmp_path / "uccl_ep_serving/engines/a.py"
+    engine.parent.mkdir(parents=True)
+    engine.write_text("first")
+    (tmp_path / "a.py").write_text("first")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    model, other = resume.sources("test-model"), resume.sources("test-long")
+    assert model != other == resume.sources()
+    engine.write_text("second")
+    assert resume.sources("test-model") == model
+    assert resume.sources("test-long") == ""
+    (tmp_path / "a.py").write_text("second")
+    assert resume.sources("test-model") == ""
+
+
+def test_what_is_said_not_to_be_loaded_is_not() -> None:
+    """By any test of a target, nor by what they start."""
+    pytest.importorskip("triton")
+    files = sorted({*ROOT.glob("tests/ptx/**/*.py"), *ROOT.glob("benchmarks/*_counts.py")})
+    modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if file.stem != "__main__"]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {modules}: importlib.import_module(name)\n"
+        "print(*(name for name in sys.modules if name.startswith(('uccl_ep_serving.', 'tests.'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    folders = {name.split(".")[1] for name in done.stdout.split()}
+    assert "modes" in folders
+    assert folders.isdisjoint(resume.NOT_LOADED["test-model"])
 
 
 @pytest.mark.parametrize(("before", "status"), [(["a"], pytest.ExitCode.OK), ([], pytest.ExitCode.NO_TESTS_COLLECTED)])

@@ -116,7 +116,7 @@ def test_a_target_without_a_budget_counts_what_all_its_runs_have_noted(
 
     monkeypatch.setattr(suites, "NOTES", tmp_path)
     monkeypatch.setattr(suites, "UNFINISHED", tmp_path / "kept")
-    monkeypatch.setattr(suites, "sources", lambda: "abc")
+    monkeypatch.setattr(suites, "sources", lambda name: "abc")
     monkeypatch.setattr(suites, "describe", lambda: {"commit": "def", "when": "now"})
     monkeypatch.setattr(suites.subprocess, "run", run)
     (tmp_path / f"{suite.name}-abc.jsonl").write_text('["a", 1.25]\n["b", 2.5]\n')

@@ -1,10 +1,11 @@
 """``pytest --resume=NAME``: a run that was interrupted goes on where it was.
 
 Every test that passes is noted at once in ``.pytest_cache/d/passed/NAME-SOURCES.jsonl``; the next run of that name with
-the same :func:`sources` leaves it out. Sources that differ from their commit are never resumed. With pytest-xdist the
-controller writes the notes and the workers read them. Beside the notes stand the tests that are to be run, those that
-are skipped left out. ``scripts/suites.py`` sums the seconds and counts what is left; while something is, it keeps the
-notes among the results, so that a run of hours goes on in another checkout.
+the same :func:`sources` leaves it out, whatever has changed that its tests do not load. Sources that differ from their
+commit are never resumed. With pytest-xdist the controller writes the notes and the workers read them. Beside the notes
+stand the tests that are to be run, those that are skipped left out. ``scripts/suites.py`` sums the seconds and counts
+what is left; while something is, it keeps the notes among the results, so that a run of hours goes on in another
+checkout.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ __all__ = ["Note", "Resume", "add_option", "left", "notes", "sources"]
 
 #: What a test that may take hours does not depend on.
 _BESIDE = (":!docs", ":!*.md", ":!benchmarks/results")
+#: By the name of a run, what its tests load nothing of either (tests/project/test_resume.py): what is built on the
+#: Buffer, and what calls the tests.
+NOT_LOADED = {"test-model": ("check", "compare", "demo", "engines", "preflight")}
+_CALLERS = (":!.ci", ":!Makefile", ":!scripts", ":!examples", ":!tests/project")
 
 #: Beside the notes, a node id a line: what the runs have collected, and what they have skipped.
 _WANTED, _SKIPPED = ".wanted", ".skipped"
@@ -46,11 +51,15 @@ def add_option(parser: pytest.Parser) -> None:
     )
 
 
-def sources() -> str:
-    """Which sources these are, whatever documents and results stand beside them; "" for those that no commit holds."""
+def sources(name: str = "") -> str:
+    """Which sources a run of this name has, whatever documents and results stand beside them; "" for those that no
+    commit holds."""
+    beside = [*_BESIDE]
+    if name in NOT_LOADED:
+        beside += [*_CALLERS, *(f":!{root}/{one}" for root in ("tests", "uccl_ep_serving") for one in NOT_LOADED[name])]
 
     def said(*words: str) -> bytes:
-        command = ["git", *words, "--", ".", *_BESIDE]
+        command = ["git", *words, "--", ".", *beside]
         return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).stdout
 
     differing, held = said("status", "--porcelain", "--untracked-files=no"), said("ls-files", "--stage")
@@ -96,7 +105,7 @@ class Resume:
     @classmethod
     def of(cls, config: pytest.Config) -> Resume:
         """The plugin for ``config``, which was given ``--resume``."""
-        which = sources()
+        which = sources(config.getoption("resume"))
         assert config.cache is not None
         file = config.cache.mkdir("passed") / f"{config.getoption('resume')}-{which}.jsonl"
         return cls(file if which else None, writes=not hasattr(config, "workerinput"))
