@@ -540,6 +540,15 @@ def test_version_table_is_in_order_and_has_one_supported_version() -> None:
     assert SGLANG.look_up("0.5.20")[0] is Standing.READ
     assert SGLANG.look_up("0.5.18.post2")[0] is Standing.REFUSED
     assert SGLANG.look_up("0.5.11")[0] is Standing.REFUSED
+    assert SGLANG.look_up("0.1.20")[0] is Standing.REFUSED
+
+
+@pytest.mark.parametrize("version", ["0.0.0.dev0", "0.0.0.dev1+g3c8ac78dc", "0.1.dev1+g3c8ac78dc"])
+def test_a_build_without_tags_is_tried(version: str) -> None:
+    """Its plugin loader has called us: the hooks say whether it fits."""
+    standing, reason = SGLANG.look_up(version)
+    assert standing is Standing.UNPROVEN
+    assert "without tags" in reason
 
 
 def test_plugin_import_is_light() -> None:

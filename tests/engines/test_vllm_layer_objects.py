@@ -122,6 +122,32 @@ def test_formats_are_refused_before_a_token_moves(in_engine: InEngine, hidden: i
     assert in_engine(engine_made_fp8, hidden, scale).startswith(expected)
 
 
+def engine_quantised(form: str) -> list[list[list[float]]]:
+    """What is quantised of two experts' rows, of which the first has got one and the second two."""
+    import torch
+
+    from uccl_ep_serving.engines.vllm import low_latency
+
+    seen: list[Any] = []
+
+    def quantised(rows: Any, *_args: Any, **_options: Any) -> Any:
+        seen.append(rows.clone())
+        return rows, torch.ones(1)
+
+    low_latency.quantised_after = quantised  # type: ignore[attr-defined]
+    rows = torch.tensor([[[1.0, 2.0], [9.0, 9.0]], [[3.0, 4.0], [5.0, 6.0]]])
+    quant = {"quant_dtype": torch.int8, "block_shape": None, "a1_scale": None, "per_act_token_quant": form == "token"}
+    if form == "static":
+        quant["a1_scale"] = torch.ones(1)
+    low_latency._quantised_rows(rows, torch.tensor([1, 2], dtype=torch.int32), SimpleNamespace(**quant))
+    return seen[0].view(2, 2, 2).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("form", "junk"), [("tensor", 0.0), ("static", 9.0), ("token", 9.0)])
+def test_rows_that_nobody_sent_decide_no_scale(in_engine: InEngine, form: str, junk: float) -> None:
+    assert in_engine(engine_quantised, form) == [[[1.0, 2.0], [junk, junk]], [[3.0, 4.0], [5.0, 6.0]]]
+
+
 @pytest.mark.parametrize(
     ("backend", "rocm", "most"),
     [

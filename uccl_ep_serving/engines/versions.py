@@ -65,6 +65,8 @@ class Engine:
         Args:
             version: as in the metadata, for example ``"0.5.23"`` or ``"0.5.24rc1"``; the first three numbers count.
         """
+        if re.match(r"0\.[01](\.0)?\.?dev", version):
+            return Standing.UNPROVEN, "it was built from sources without tags, so its version says nothing"
         match = re.match(r"\d+(\.\d+)*", version)
         key = tuple(map(int, match.group().split(".")))[:3] if match else ()
         for known in self.versions:

@@ -127,7 +127,7 @@ class LowLatencyBatched(PrepareFinalize):
         def receiver() -> Any:
             values, scales = rows if fp8 else (rows, None)
             if not fp8 and not defer_input_quant and quant_config.quant_dtype not in (None, "nvfp4"):
-                values, scales = _quantised_rows(values, quant_config)
+                values, scales = _quantised_rows(values, counts, quant_config)
             meta = mk.ExpertTokensMetadata(expert_num_tokens=counts, expert_num_tokens_cpu=None)
             return values, scales, meta, None, None
 
@@ -186,9 +186,14 @@ def _weights_of_combine(topk_weights: torch.Tensor, apply_router_weight_on_input
     return torch.ones_like(weights) if apply_router_weight_on_input else weights
 
 
-def _quantised_rows(rows: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, Any]:
-    """Rows [L, N, H] quantised where the experts are."""
-    experts, _, hidden = rows.shape
+def _quantised_rows(rows: torch.Tensor, counts: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, Any]:
+    """Rows [L, N, H], of which ``counts`` [L] were sent, quantised where the experts are."""
+    experts, most, hidden = rows.shape
+    own_scale = quant_config.per_act_token_quant or quant_config.block_shape is not None
+    if isinstance(quant_config.quant_dtype, torch.dtype) and quant_config.a1_scale is None and not own_scale:
+        # a scale of the whole tensor must not come from rows that nobody sent
+        nobodys = torch.arange(most, device=rows.device) >= counts[:, None]
+        rows.masked_fill_(nobodys[:, :, None], 0)
     flat, scales = quantised_after(
         rows.view(-1, hidden), quant_config, per_act_token_quant=quant_config.per_act_token_quant
     )
