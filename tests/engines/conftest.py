@@ -24,6 +24,7 @@ PRELOAD = {
         "sglang.srt.plugins",
         "sglang.srt.layers.moe.ep_moe.layer",
         "sglang.srt.model_executor.model_runner",
+        "sglang.srt.managers.scheduler",
         "sglang.srt.batch_overlap.single_batch_overlap",
     ],
     "vllm": ["vllm.engine.arg_utils", "vllm.model_executor.layers.fused_moe.oracle.unquantized"],

@@ -253,6 +253,48 @@ def engine_replay(model: str) -> list[str]:
     return raised
 
 
+def engine_results(model: str) -> list[tuple[str, list[str]]]:
+    """Have a scheduler tell what steps have given: with nothing known, with a peer that is lost while the device is at
+    the step, and with the Buffer closed. Returns of each what was raised, and what was done in which order."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from uccl_ep_serving.errors import PeerLost
+
+    done: list[str] = []
+    Scheduler.process_batch_result = lambda self, batch, result: done.append(f"told {batch}")
+    resolved(model, moe_a2a_backend="uccl_ep")
+    own = our_buffer.buffer_class()
+    buffer: Any = object.__new__(own)
+    own.alive.add(buffer)
+    scheduler: Any = object.__new__(Scheduler)
+
+    def lost(phase: str) -> None:
+        if "waited" in done:
+            raise PeerLost(f"{phase}: rank 1 is lost", peer=1)
+
+    seen = []
+    result = SimpleNamespace(copy_done=SimpleNamespace(synchronize=lambda: done.append("waited")))
+    for number, runtime in enumerate(
+        (
+            SimpleNamespace(closed=False, check=lambda phase: None),
+            SimpleNamespace(closed=False, check=lost),
+            SimpleNamespace(closed=True, check=lost),
+        )
+    ):
+        buffer.runtime, buffer._backend = runtime, None
+        done.clear()
+        try:
+            scheduler.process_batch_result(number, result)
+            raised = ""
+        except PeerLost as error:
+            raised = str(error)
+        seen.append((raised, list(done)))
+    # what is not copied beside a step, as without overlap
+    scheduler.process_batch_result(3, SimpleNamespace(copy_done=None))
+    scheduler.process_batch_result(4, SimpleNamespace())
+    return [*seen, ("", done[-2:])]
+
+
 def engine_draft(model: str, target: str) -> dict[str, Any]:
     """Publish as a scheduler does, then let the engine make the draft model's dispatcher; returns what it runs on."""
     import torch
@@ -348,14 +390,14 @@ def engine_ray_actor(created: bytes) -> dict[str, Any]:
 
     seen: dict[str, Any] = {"loaded before": plugins._plugins_loaded}
 
-    def build(*, server_args: Any, port_args: Any) -> None:
+    def build(self: Any, *, server_args: Any, port_args: Any) -> None:
         from sglang.srt.runtime_context import get_server_args
 
         deepep = sys.modules[DEEPEP]
         seen["ours"] = deepep.Buffer is our_buffer.buffer_class()
         seen["backend"] = get_server_args().resolved_dict()["moe_a2a_backend"]
 
-    scheduler.Scheduler = build
+    scheduler.Scheduler.__init__ = build
     ray_stand_in.create(created, lambda: seen.update({"loaded with the arguments": plugins._plugins_loaded}))
     return seen
 
@@ -406,6 +448,17 @@ def test_what_is_wrong_is_raised_before_a_graph_is_replayed(in_engine: InEngine,
     assert in_engine(engine_replay, model) == ["", "replayed operations: rank 1 is lost", ""]
 
 
+def test_no_step_in_which_something_failed_gives_tokens(in_engine: InEngine, model: str) -> None:
+    """The device is at it when it has been launched, and the next step is as well: it is asked again once the tokens
+    are on the host."""
+    assert in_engine(engine_results, model) == [
+        ("", ["waited", "told 0"]),
+        ("replayed operations: rank 1 is lost", ["waited"]),
+        ("", ["waited", "told 2"]),
+        ("", ["told 3", "told 4"]),
+    ]
+
+
 @pytest.mark.parametrize("backend", ["none", "deepep"])
 def test_other_backends_are_left_alone(in_engine: InEngine, model: str, backend: str) -> None:
     assert in_engine(engine_untouched_under, model, backend)
@@ -419,6 +472,7 @@ def test_other_backends_are_left_alone(in_engine: InEngine, model: str, backend:
         (DEEPEP, "_DeepEPDispatcherImplLowLatency._combine_core", "other arguments"),
         (DEEPEP, "_DeepEPDispatcherImplBase", "absent"),
         ("sglang.srt.model_executor.model_runner", "ModelRunner.init_cuda_graphs", "absent"),
+        ("sglang.srt.managers.scheduler", "Scheduler.process_batch_result", "absent"),
         (DEEPEP, "DeepEPBuffer.get_deepep_buffer", "absent"),
         (DEEPEP, "DeepEPBuffer.set_dispatch_mode", "absent"),
         (DEEPEP, "DeepEPConfig.get_instance", "absent"),

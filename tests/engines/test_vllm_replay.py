@@ -1,4 +1,5 @@
-"""vLLM asks the Buffer before each step: a replayed CUDA graph calls nothing of ours, and leaves zeros after errors."""
+"""vLLM asks the Buffer before each step, and before its tokens are told: a replayed CUDA graph calls nothing of ours,
+and leaves zeros after errors."""
 
 from __future__ import annotations
 
@@ -24,9 +25,21 @@ class _Known:
             raise self.error
 
 
-def engine_steps(way: str) -> list[str]:
-    """Have a worker take steps: without a Buffer, while all is well, after a peer was lost, and with the Buffer closed.
-    Returns what each raised or gave."""
+class _OnItsWay:
+    """The output of a step that the device is still at."""
+
+    def __init__(self, output: str) -> None:
+        self._output = output
+
+    def get_output(self) -> str:
+        """Waits for the device."""
+        return self._output
+
+
+def engine_steps(way: str, fails: str) -> list[str]:
+    """Have a worker take steps: without a Buffer, while all is well, with one in which a peer is lost ``fails`` it, and
+    with the Buffer closed. Returns what each raised or gave."""
+    from vllm.v1.worker.gpu_worker import Worker
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     class RayWorkerWrapper(WorkerWrapperBase):  # type: ignore[misc]
@@ -48,18 +61,33 @@ def engine_steps(way: str) -> list[str]:
     manager._buffer = None
     all2all._managers.add(manager)
     worker: Any = object.__new__(RayWorkerWrapper)
-    worker.worker = SimpleNamespace(execute_model=lambda given: f"step {given}")
+    lost = _Known(PeerLost("rank 1 is lost", peer=1))
+
+    def step(number: int) -> Any:
+        if number == 2 and fails == "in":
+            manager._buffer = lost
+        return _OnItsWay(f"step {number}") if fails == "behind" else f"step {number}"
+
+    own = "execute_model" if way == "execute_model_ray" else way
+    assert hasattr(Worker, own)
+    worker.worker = SimpleNamespace(**{own: step})
     worker._apply_mm_cache = lambda given: None
     seen = []
-    for number, buffer in enumerate((None, _Known(), _Known(PeerLost("rank 1 is lost", peer=1)), None)):
+    for number, buffer in enumerate((None, _Known(), lost if fails == "before" else _Known(), None)):
         manager._buffer = buffer
         try:
-            seen.append(getattr(worker, way)(number))
+            given = getattr(worker, way)(number)
+            if fails == "behind":
+                manager._buffer = lost if number == 2 else buffer
+                given = given.get_output()
+            seen.append(given)
         except PeerLost as error:
             seen.append(str(error))
     return seen
 
 
-@pytest.mark.parametrize("way", ["execute_model", "execute_model_ray"])
-def test_what_is_wrong_is_raised_before_a_step(in_engine: Callable[..., Any], way: str) -> None:
-    assert in_engine(engine_steps, way) == ["step 0", "step 1", "rank 1 is lost", "step 3"]
+@pytest.mark.parametrize("fails", ["before", "in", "behind"])
+@pytest.mark.parametrize("way", ["execute_model", "sample_tokens", "execute_dummy_batch", "execute_model_ray"])
+def test_no_step_in_which_something_failed_gives_tokens(in_engine: Callable[..., Any], way: str, fails: str) -> None:
+    """``behind``: the device is at it when the worker has returned."""
+    assert in_engine(engine_steps, way, fails) == ["step 0", "step 1", "rank 1 is lost", "step 3"]

@@ -50,6 +50,7 @@ def activate(decisions: Decisions) -> None:
     _hook_dispatcher(targets.base, targets.low_latency)
     _hook_buffer(targets.buffer)
     _hook_runner(targets.runner, targets.deepep)
+    _hook_scheduler(targets.scheduler)
     if Settings.from_environment().trace:
         _hook_layers(targets.deepep)
     # by attribute: the scheduler has imported the module before plugins are loaded
@@ -153,3 +154,28 @@ def _hook_runner(runner: Any, deepep: Any) -> None:
         return capture(self, *args, **kwargs)
 
     runner.init_cuda_graphs = init_cuda_graphs
+
+
+def _hook_scheduler(scheduler: Any) -> None:
+    """Raise what has failed before the tokens of a step are told: kernels that follow a failure leave zeros, and a
+    graph that is replayed calls nothing of ours."""
+    process = scheduler.process_batch_result
+
+    @functools.wraps(process)
+    def process_batch_result(self: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
+        _await(result)
+        buffer_class().check_all()
+        return process(self, batch, result, *args, **kwargs)
+
+    scheduler.process_batch_result = process_batch_result
+
+
+def _await(result: Any) -> None:
+    """Until a step's tokens are on the host, as the engine does next."""
+    import torch
+
+    copied = getattr(result, "copy_done", None)
+    if copied is not None:
+        copied.synchronize()
+    elif torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()

@@ -15,6 +15,7 @@ __all__ = ["Targets", "find_targets", "import_checked"]
 _DEEPEP = "sglang.srt.layers.moe.token_dispatcher.deepep"
 _OVERLAP = "sglang.srt.batch_overlap.single_batch_overlap"
 _RUNNER = "sglang.srt.model_executor.model_runner"
+_SCHEDULER = "sglang.srt.managers.scheduler"
 
 
 def import_checked(module: str, *names: str) -> Any:
@@ -43,6 +44,7 @@ class Targets:
         buffer: class that builds the process's Buffer and tells it which mode is next.
         overlap: class of the flags of single-batch overlap.
         runner: class that loads the model and captures graphs.
+        scheduler: class that tells clients what a step has given.
         quantize: function that the normal mode quantises with.
     """
 
@@ -52,6 +54,7 @@ class Targets:
     buffer: Any
     overlap: Any
     runner: Any
+    scheduler: Any
     quantize: Any
 
 
@@ -72,6 +75,7 @@ def find_targets() -> Targets:
     overlap = import_checked(_OVERLAP, "SboFlags.enable_combine_down_gemm_two_stream_overlap").SboFlags
     quantization = import_checked("sglang.kernels.ops.quantization.fp8_kernel", "sglang_per_token_group_quant_fp8")
     runner = import_checked(_RUNNER, "ModelRunner.init_cuda_graphs").ModelRunner
+    scheduler = import_checked(_SCHEDULER, "Scheduler.process_batch_result").Scheduler
     # the names themselves are absent where deep_ep is not installed, so look at what the engine's code will look up
     used = deepep.DeepEPConfig.__init__.__code__.co_names
     for name in ("Buffer", "Config"):
@@ -93,6 +97,7 @@ def find_targets() -> Targets:
         deepep.DeepEPBuffer,
         overlap,
         runner,
+        scheduler,
         quantization.sglang_per_token_group_quant_fp8,
     )
 

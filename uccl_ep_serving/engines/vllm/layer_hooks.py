@@ -1,4 +1,4 @@
-"""The hooks of a worker: the experts that layers choose, their prepare / finalize objects, a check before each step."""
+"""The hooks of a worker: the experts that layers choose, their prepare / finalize objects, checks around each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from uccl_ep_serving.engines.memory_budget import GIB
-from uccl_ep_serving.engines.vllm.hooks import asked_for, hook_property, hooked, mark, verify_hooked
+from uccl_ep_serving.engines.vllm.hooks import asked_for, hook_property, hooked, is_hook, mark, verify_hooked
 from uccl_ep_serving.engines.vllm.targets import CURRENT_CONFIG, LAYER_TARGETS, ONE_NAME, USED, find, twin, verify
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.protocol.command import UNIT
@@ -43,24 +43,55 @@ def activate() -> None:
         _rebind(name, original, replacement)
     owner, name, original = find(execute)
     if not hooked(execute):
-        setattr(owner, name, _after_check(original))
+        setattr(owner, name, _checked(original))
+    for name in _OF_WORKER:
+        if not is_hook(vars(owner).get(name)):
+            setattr(owner, name, _checked(vars(owner).get(name) or _forwarded(name)))
     # Ray's compiled graph bypasses it; the class exists where Ray is installed, and then its worker has imported it
     with_ray: Any = getattr(sys.modules.get("vllm.v1.executor.ray_utils"), "RayWorkerWrapper", None)
     original = vars(with_ray).get("execute_model_ray") if with_ray is not None else None
     if original is not None and not hasattr(original, "__wrapped__"):
-        with_ray.execute_model_ray = _after_check(original)
+        with_ray.execute_model_ray = _checked(original)
     verify_hooked(LAYER_TARGETS)
 
 
-def _after_check(original: Any) -> Any:
+#: Steps, or halves of one, that ``WorkerWrapperBase`` leaves to its worker: the tokens of a step on a GPU, and the step
+#: of a rank without requests.
+_OF_WORKER = ("sample_tokens", "execute_dummy_batch")
+
+
+def _forwarded(name: str) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.worker, name)(*args, **kwargs)
+
+    forward.__name__ = name
+    return forward
+
+
+def _checked(original: Any) -> Any:
+    """``original`` between two checks, the second when what it gives is on the host: kernels that follow a failure
+    leave zeros, so the tokens of that step are wrong, and a graph that is replayed calls nothing of ours."""
+
     @functools.wraps(original)
-    def execute_model(*args: Any, **kwargs: Any) -> Any:
+    def step(*args: Any, **kwargs: Any) -> Any:
         from uccl_ep_serving.engines.vllm import all2all
 
         all2all.check_buffers()
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        on_its_way = getattr(result, "get_output", None)
+        if on_its_way is None:
+            all2all.check_buffers()
+        else:
 
-    return mark(execute_model)
+            def get_output() -> Any:
+                output = on_its_way()
+                all2all.check_buffers()
+                return output
+
+            result.get_output = get_output
+        return result
+
+    return mark(step)
 
 
 def _rebind(name: str, original: Any, replacement: Any) -> None:

@@ -190,7 +190,8 @@ LAYER_TARGETS = (
         "vllm.v1.worker.worker_base",
         "WorkerWrapperBase.execute_model",
         ("self", "scheduler_output"),
-        "first raises what the Buffer knows to be wrong: a replayed CUDA graph calls nothing of ours",
+        "raises before it, and when its output is on the host, what the Buffer knows to be wrong: a replayed CUDA "
+        "graph calls nothing of ours. So do `sample_tokens` and `execute_dummy_batch`",
         "v1/worker/worker_base.py:383",
     ),
 )
