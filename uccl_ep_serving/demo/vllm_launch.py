@@ -23,12 +23,14 @@ class Kind:
         shape: its checkpoint.
         title, words: for people.
         at_once: requests in flight whose answers do not depend on each other.
+        arguments: of ``vllm serve``, that it needs.
     """
 
     shape: TinyModel
     title: str
     words: str
     at_once: int
+    arguments: tuple[str, ...] = ()
 
 
 MODELS: dict[str, Kind] = {
@@ -40,6 +42,8 @@ MODELS: dict[str, Kind] = {
         "DeepSeek-V3",
         "3 layers, 8 experts, top-2, hidden 128",
         at_once=1,
+        # on a CPU with AMX vLLM would take AMX_MLA, which is for bfloat16 alone
+        arguments=("--attention-backend", "CPU_MLA"),
     ),
 }
 """By the name under which they are served; the checkpoint lies in a directory of that name."""
@@ -92,7 +96,7 @@ class VllmLaunch:
             flags.append("--enable-expert-parallel")
         named = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         program = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model.parent / self.model)]
-        return [*program, *named, *flags, *self.arguments]
+        return [*program, *named, *flags, *MODELS[self.model].arguments, *self.arguments]
 
     def cpu_environment(self, directory: Path) -> dict[str, str]:
         """The startup directory of :mod:`uccl_ep_serving.demo.vllm_cpu`, and its variables."""
