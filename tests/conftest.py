@@ -14,7 +14,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import resume, sharing
+from tests.support import resume
 
 INFINIBAND = Path("/sys/class/infiniband")
 
@@ -27,11 +27,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 pytest_addoption = resume.add_option
-pytest_xdist_make_scheduler = sharing.pytest_xdist_make_scheduler
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """``--resume``: see :mod:`tests.support.resume`."""
+    """``--resume``: see :mod:`tests.support.resume`. With pytest-xdist, which a machine with a GPU need not have:
+    :mod:`tests.support.sharing`."""
+    if config.pluginmanager.hasplugin("xdist"):
+        from tests.support import sharing
+
+        config.pluginmanager.register(sharing, "sharing")
     if config.getoption("resume"):
         config.pluginmanager.register(resume.Resume.of(config), "resume")
 

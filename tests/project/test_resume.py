@@ -35,6 +35,10 @@ def _left(plugin: Resume, *tests: str) -> list[str]:
     return [item.nodeid for item in items]
 
 
+def _git(tree: Path, *words: str) -> None:
+    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tree, check=True)
+
+
 def test_only_what_passed_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / FILE
     first = Resume(file, writes=True)
@@ -67,42 +71,36 @@ def test_sources_without_a_commit_are_never_resumed(tmp_path: Path) -> None:
 
 
 def test_sources_are_the_same_whatever_stands_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def git(*words: str) -> None:
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
-
     monkeypatch.setattr(resume, "ROOT", tmp_path)
     assert resume.sources() == ""
     (tmp_path / "docs").mkdir()
     for name in ("a.py", "docs/a.py", "README.md"):
         (tmp_path / name).write_text("first")
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "first")
+    _git(tmp_path, "init", "-q")
+    _git(tmp_path, "add", ".")
+    _git(tmp_path, "commit", "-qm", "first")
     first = resume.sources()
     assert first
     (tmp_path / "docs/a.py").write_text("second")
     (tmp_path / "README.md").write_text("second")
     assert resume.sources() == first
-    git("commit", "-qam", "second")
+    _git(tmp_path, "commit", "-qam", "second")
     assert resume.sources() == first
     (tmp_path / "a.py").write_text("second")
     assert resume.sources() == ""
-    git("commit", "-qam", "third")
+    _git(tmp_path, "commit", "-qam", "third")
     assert resume.sources() not in ("", first)
 
 
 def test_what_a_run_does_not_load_changes_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def git(*words: str) -> None:
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
-
     monkeypatch.setattr(resume, "ROOT", tmp_path)
     engine = tmp_path / "uccl_ep_serving/engines/a.py"
     engine.parent.mkdir(parents=True)
     engine.write_text("first")
     (tmp_path / "a.py").write_text("first")
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "first")
+    _git(tmp_path, "init", "-q")
+    _git(tmp_path, "add", ".")
+    _git(tmp_path, "commit", "-qm", "first")
     model, other = resume.sources("test-model"), resume.sources("test-long")
     assert model != other == resume.sources()
     engine.write_text("second")

@@ -20,7 +20,6 @@ class ByWhatIsShared(LoadFileScheduling):
         return next((group for group in _GROUPS if file.startswith(group)), file)
 
 
-@pytest.hookimpl
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByWhatIsShared | None:
     """In place of ``loadfile``."""
     return ByWhatIsShared(config, log) if config.getvalue("dist") == "loadfile" else None
