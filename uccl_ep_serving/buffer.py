@@ -576,8 +576,9 @@ class Buffer:
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """A [local experts, ranks x T, hidden] tensor to write expert outputs into, for ``zero_copy=True``.
 
-        Its dtype is that of the dispatched tokens. The same tensor is returned for the same shape and dtype; combine
-        reads it before it returns, on a device in the order of the stream.
+        Its dtype is that of the dispatched tokens. The same tensor is returned for the same shape and dtype: the
+        current stream waits for a combine with ``async_finish`` that still reads it. Who keeps the tensor instead of
+        asking again waits for the event of that combine before writing to it.
         """
         return self._serving(None).low_latency.next_combine_buffer(handle)
 

@@ -122,6 +122,22 @@ def test_memory_is_kept_for_no_stream_that_the_current_one_waits_for(device: typ
     assert set(tensor.streams) == {device.current}
 
 
+def test_who_asks_for_the_combine_buffer_again_waits_for_the_combine_that_reads_it(
+    device: type[Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = OneBuffer()
+    buffer.session._gpu.memory = SimpleNamespace(device="cpu")  # type: ignore[misc, assignment]
+    buffer.runtime.before_unmapping = lambda act: None
+    plan = LowLatencyPlan(1, 4, 128, 2, 2, 2)
+    buffer.session.combine_buffer(plan, torch.bfloat16)
+    buffer.dispatch("combine", async_finish=True)
+    device.kernel("overlapped")
+    buffer.session.combine_buffer(plan, torch.bfloat16)
+    device.kernel("experts of the next micro-batch")
+    assert "combine send" not in device.kernels["overlapped"]
+    assert "combine send" in device.kernels["experts of the next micro-batch"]
+
+
 def test_overlap_inside_a_with_block(device: type[Device]) -> None:
     buffer = OneBuffer()
     with buffer.dispatch("a", async_finish=True)[0]:

@@ -11,6 +11,7 @@ proxies lands in host memory, and so does what is packed for them.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import logging
 import mmap
@@ -51,21 +52,23 @@ class _HostPages:
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
+        #: (start, end, start as the device sees it), ascending
         self._ranges: list[tuple[int, int, int]] = []
 
     def map(self, pieces: Iterable[tuple[int, int]]) -> None:
         """Map the pages of (address, bytes) pieces; what shares a page becomes one range."""
         for start, end in _merged(pieces):
-            self._ranges.append((start, end, self._memory.map_host(start, end - start)))
+            bisect.insort(self._ranges, (start, end, self._memory.map_host(start, end - start)))
 
     def __call__(self, address: int) -> int:
         """The device's address of a mapped host address; 0 stays 0."""
         if address == 0:
             return 0
-        for start, end, mapped in self._ranges:
-            if start <= address < end:
-                return mapped + address - start
-        raise AssertionError(f"{address:#x} is not mapped into the device")
+        # tables of hundreds of ranks have thousands of addresses, in about as many pages
+        at = bisect.bisect_right(self._ranges, address, key=lambda one: one[0]) - 1
+        start, end, mapped = self._ranges[at] if at >= 0 else (0, 0, 0)
+        assert start <= address < end, f"{address:#x} is not mapped into the device"
+        return mapped + address - start
 
     def unmap(self, but: int = 0) -> None:
         """Undo all of :meth:`map`, except for the range of one address."""

@@ -245,7 +245,9 @@ class LowLatencyGpuSession:
         )
 
     def combine_buffer(self, plan: LowLatencyPlan, dtype: torch.dtype) -> torch.Tensor:
-        """[L, R * T, H] for the experts' output, the same tensor for a plan and dtype within an epoch."""
+        """[L, R * T, H] for the experts' output, the same tensor for a plan and dtype within an epoch. The current
+        stream waits for what may still read it, a combine with ``async_finish``."""
+        self._gpu.order.run(lambda: None, (), own_stream=False, finish=False)
         if (plan, dtype) not in self._combine_buffers:
             shape = (plan.local_experts, plan.ranks * plan.tokens, plan.hidden)
             buffer = self._combine_buffers[plan, dtype] = torch.empty(
