@@ -154,11 +154,6 @@ def test_answers_equal_those_without_us(serve: Serve, launch: SglangLaunch, expe
     assert sent == returned
 
 
-def window_of(launch: SglangLaunch) -> str:
-    """Low-latency tokens a rank: what the launch says, else the largest step that SGLang compiles for on a CPU."""
-    return launch.environment.get(*NARROW, "32")
-
-
 def test_rows_are_what_the_routing_implies(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, messages, commands and bytes are those that the routing tables imply, to the byte.
 

@@ -58,7 +58,7 @@ def engine_refused_actor(record: bytes) -> tuple[str, bool]:
     try:
         server_args.resolve_once()
     except ConfigError as error:
-        return str(error), activation._decided.tokens == 12
+        return str(error), activation._decided.tokens == 128
     return "", True
 
 
@@ -67,7 +67,7 @@ def test_settings_and_window_reach_an_actor(in_engine: InEngine, model: str) -> 
     assert in_engine(engine_actor, record, {}) == {
         "chunk": "256K",
         "nics": "mlx5",
-        "tokens": 12,
+        "tokens": 128,
         "said": [],
         "asked": [],
     }

@@ -204,26 +204,28 @@ def engine_without_a_host(backend: str, fp8: bool, look: bool) -> str:
     return str(list(output.shape))
 
 
-def engine_rows_that_nobody_sent() -> list[list[float]]:
+def engine_rows_that_nobody_sent(form: str) -> list[list[float]]:
     """What is quantised of three received rows, of which the last is whatever the memory held, in the worst case."""
     import torch
+    import vllm.model_executor.layers.fused_moe.utils as fused_moe
 
     from uccl_ep_serving.engines.vllm import high_throughput
     from uccl_ep_serving.engines.vllm.graph_steps import GraphSteps
 
     seen: list[Any] = []
 
-    def quantised(rows: Any, *_args: Any, **_options: Any) -> Any:
+    def quantised(rows: Any, scale: Any, *, per_act_token_quant: bool, **_options: Any) -> Any:
+        assert per_act_token_quant is (form == "token")
         seen.append(rows)
         return rows, None
 
-    high_throughput.quantised_after = quantised  # type: ignore[attr-defined]
-    nan = float("nan")
+    fused_moe.moe_kernel_quantize_input = quantised
+    junk = -9.0
     buffer = SimpleNamespace(
         capture=None,
         get_dispatch_layout=lambda *_args, **_options: (None,) * 5,
         dispatch=lambda *_args, **_options: (
-            torch.tensor([[1.0, 2.0], [3.0, 4.0], [nan, nan]]),
+            torch.tensor([[1.0, 2.0], [3.0, 4.0], [junk, junk]]),
             torch.tensor([[0, -1], [-1, 1], [-1, -1]]),
             torch.zeros(3, 2),
             [],
@@ -237,12 +239,45 @@ def engine_rows_that_nobody_sent() -> list[list[float]]:
         rank_expert_offset=0,
         graphs=GraphSteps(compilation(), 2),
     )
-    quant = SimpleNamespace(is_block_quantized=False, quant_dtype=torch.int8)
+    quant = SimpleNamespace(
+        quant_dtype="mxfp8" if form == "mxfp8" else torch.int8,
+        block_shape=[1, 32] if form == "mxfp8" else None,
+        a1_scale=torch.ones(1) if form == "static" else None,
+        per_act_token_quant=form == "token",
+        is_scale_swizzled=True,
+    )
     with step_of([2, 2]):
         received = made.prepare_async(torch.zeros(2, 2), torch.ones(2, 2), torch.zeros(2, 2), 4, None, False, quant)()
     assert received[2] is None, "no counts without a host that asks"
     assert received[3].tolist() == [[0, 3], [3, 1], [3, 3]], "expert 3 is another rank's"
     return seen[0].tolist()  # type: ignore[no-any-return]
+
+
+def engine_scratch() -> dict[str, Any]:
+    """What vLLM's workspace gives, measured for a step of 1,024 bytes and locked, then unlocked."""
+    import torch
+    from vllm.v1.worker.workspace import WorkspaceManager
+
+    from uccl_ep_serving.engines.vllm import layer_hooks, workspace
+
+    layer_hooks.activate()
+    manager, seen = WorkspaceManager(torch.device("cpu")), {}
+    torch.accelerator.empty_cache = lambda: None
+    measured = manager._ensure_workspace_size(1024)
+    manager.lock()
+    seen["larger"] = manager._ensure_workspace_size(4096).numel()
+    if manager._ensure_workspace_size(512).data_ptr() == measured.data_ptr():
+        seen["then"] = "the measured one"
+    workspace.capturing = lambda: True  # type: ignore[attr-defined]
+    try:
+        manager._ensure_workspace_size(4096)
+    except AssertionError as error:
+        seen["in a capture"] = str(error)[:19]
+    manager.unlock()
+    grown = manager._ensure_workspace_size(4096)
+    if manager._ensure_workspace_size(512).data_ptr() == grown.data_ptr():
+        seen["before it is locked"] = "grown"
+    return seen
 
 
 def engine_reserved(rank: int, ranks: int, rendezvous: str) -> list[Any]:
@@ -331,8 +366,19 @@ def test_a_host_that_waits_is_noticed(in_engine: InEngine, backend: str, look: b
     assert caught in in_engine(engine_without_a_host, backend, False, look)
 
 
-def test_rows_that_nobody_sent_decide_no_scale(in_engine: InEngine) -> None:
-    assert in_engine(engine_rows_that_nobody_sent) == [[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]]
+@pytest.mark.parametrize(("form", "junk"), [("tensor", 0.0), ("static", -9.0), ("token", -9.0), ("mxfp8", -9.0)])
+def test_rows_that_nobody_sent_decide_no_scale(in_engine: InEngine, form: str, junk: float) -> None:
+    """All of these are quantised where the experts are, each as the experts want it."""
+    assert in_engine(engine_rows_that_nobody_sent, form) == [[1.0, 2.0], [3.0, 4.0], [junk, junk]]
+
+
+def test_a_step_larger_than_any_measured_gets_scratch_of_its_own(in_engine: InEngine) -> None:
+    assert in_engine(engine_scratch) == {
+        "larger": 4096,
+        "then": "the measured one",
+        "in a capture": "Workspace is locked",
+        "before it is locked": "grown",
+    }
 
 
 def test_windows_have_room_once_the_layers_are_built(in_engine_ranks: InRanks) -> None:
@@ -342,7 +388,7 @@ def test_windows_have_room_once_the_layers_are_built(in_engine_ranks: InRanks) -
         assert built is not None
         assert (after, rebuilt) == (built, 0)
         assert len(said) == (rank == 0)
-        assert all(f"{EXPERTS} experts and hidden size 256 at 16 tokens a rank and step" in line for line in said)
+        assert all(f"{EXPERTS} experts and hidden size 256 at 128 tokens a rank and step" in line for line in said)
         assert all("GiB in host memory" in line for line in said)
 
 

@@ -32,11 +32,11 @@ def _shape(config: Any, redundant: int) -> MoeShape | None:
     return MoeShape(hidden, experts + redundant, topk, intermediate)
 
 
-def _budget(server_args: Any, cfg: Any, config: Any, tokens: int) -> MemoryBudget | None:
+def _budget(cfg: Any, model: Any, tokens: int) -> MemoryBudget | None:
     from uccl_ep_serving import Config
     from uccl_ep_serving.data_plane.window_sizes import normal_plan
 
-    shape, ranks = _shape(config, cfg.ep_num_redundant_experts or 0), cfg.tp_size
+    shape, ranks = _shape(model.hf_text_config, cfg.ep_num_redundant_experts or 0), cfg.tp_size
     if shape is None:
         return None
     if shape.experts % ranks:
@@ -55,6 +55,7 @@ def _budget(server_args: Any, cfg: Any, config: Any, tokens: int) -> MemoryBudge
     environment = import_checked("sglang.srt.environ", "envs").envs
     unquantised = cfg.deepep_dispatcher_output_dtype == "bf16" or environment.SGLANG_DEEPEP_BF16_DISPATCH.get()
     unquantised |= str(cfg.moe_runner_backend) in ("flashinfer_cutedsl", "cutlass", "humming")
+    unquantised |= model.quantization is None
     try:
         return memory_budget(
             shape,
@@ -75,7 +76,7 @@ def reserve(overrides: Any, server_args: Any, cfg: Any, tokens: int) -> None:
     The engine's own reserve for DeepEP's buffers is in it already. A fraction that the user gives stays. Where the
     engine sizes the KV cache after the capture, it finds what is left by itself: the Buffer is open by then.
     """
-    found = _budget(server_args, cfg, overrides.model_config_of(server_args).hf_text_config, tokens)
+    found = _budget(cfg, overrides.model_config_of(server_args), tokens)
     if found is None:
         _log.warning("uccl_ep: the configuration of this model does not say its MoE layers: no memory is reserved")
         return
@@ -95,16 +96,19 @@ def reserve(overrides: Any, server_args: Any, cfg: Any, tokens: int) -> None:
         return
     left = (1 - fraction) * memory / 1024
     if server_args.mem_fraction_static is not None:
-        warn = found.total / GIB > left
+        needed = found.total / GIB
+        if str(cfg.cuda_graph_config.decode.backend) != "disabled":
+            # the graphs' pool lends nothing to the warm-up of the next size to be captured
+            needed += found.activations / GIB
+            said += f", and {found.activations / GIB:.1f} once more while graphs are captured"
+        warn = needed > left
         _log.log(
             logging.WARNING if warn else logging.INFO,
             "%s; --mem-fraction-static %s leaves %.1f GiB%s",
             said,
             fraction,
             left,
-            f", too few. Next step: leave it out, or at most {1 - found.total / GIB * 1024 / memory:.2f}"
-            if warn
-            else "",
+            f", too few. Next step: leave it out, or at most {1 - needed * 1024 / memory:.2f}" if warn else "",
         )
         return
     if overrides.post_capture_kv_sizing_planned(server_args):

@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from uccl_ep_serving.engines.expert_rows import whole_tiles
 from uccl_ep_serving.engines.sglang.memory import reserve
 from uccl_ep_serving.engines.sglang.options import WINDOW_VARIABLE, asked_tokens
 from uccl_ep_serving.engines.sglang.targets import import_checked
@@ -28,6 +29,8 @@ UNUSED_TOKENS = 128
 
 #: What SGLang gives a data-parallel rank at most, where nothing bounds it (``resolve_max_num_reqs``).
 _MOST_REQUESTS = 4096
+#: Experts that take rows of low latency alone.
+_ONE_FORM = "flashinfer_cutedsl"
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ def fit(server_args: Any) -> Window | None:
         chosen = choose(steps, asked_tokens())
         if _prefills_through_window(cfg):
             chosen = _hold_prefill(cfg, chosen)
+        chosen = Window(whole_tiles(chosen.tokens, cfg.tp_size), chosen.declare)
         if chosen.declare is not None:
             overrides.declare_resolution(server_args, "uccl_ep", max_running_requests=chosen.declare)
         _log.info(
@@ -170,7 +174,11 @@ def _steps(overrides: Any, server_args: Any, cfg: Any) -> Steps:
 
 
 def _prefills_through_window(cfg: Any) -> bool:
-    return str(cfg.deepep_mode) == "low_latency" and cfg.disaggregation_mode != "decode"
+    """Before the configuration is resolved as well: of ``auto`` SGLang makes ``low_latency`` for experts that have no
+    other form."""
+    mode, experts = str(cfg.deepep_mode), str(cfg.moe_runner_backend)
+    alone = mode == "low_latency" or (mode == "auto" and experts == _ONE_FORM)
+    return alone and cfg.disaggregation_mode != "decode"
 
 
 def bound_prefill(server_args: Any) -> None:
@@ -221,7 +229,8 @@ def _hold_prefill(cfg: Any, chosen: Window) -> Window:
         if captured > chunk:
             what = f"the largest graph of prefill has {captured} tokens (--cuda-graph-bs-prefill, or its maximum)"
             ways = [f"--cuda-graph-max-bs-prefill {limit}"]
-        ways.append("--deepep-mode auto")
+        if str(cfg.moe_runner_backend) != _ONE_FORM:
+            ways.append("--deepep-mode auto")
         if largest <= MAX_LOW_LATENCY_TOKENS:
             ways.append(f"{WINDOW_VARIABLE}={largest} on every node, which takes memory in proportion")
         raise ConfigError(

@@ -19,7 +19,7 @@ from uccl_ep_serving.engines.devices import check_device
 from uccl_ep_serving.engines.memory_budget import GIB, MoeShape, memory_budget
 from uccl_ep_serving.engines.vllm.graph_steps import capturing
 from uccl_ep_serving.engines.vllm.targets import HIGH_THROUGHPUT, LOW_LATENCY
-from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.errors import ConfigError, UcclEpError
 
 __all__ = ["UcclEpAll2AllManager", "check_buffers", "communicator_of", "manager_of_ep_group"]
 
@@ -69,16 +69,17 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
             self._buffer = Buffer(self.cpu_group, explicitly_destroy=True)
         return self._buffer
 
-    def reserve(self, moe: Any, *, use_fp8: bool, use_ue8m0: bool) -> None:
+    def reserve(self, moe: Any, tokens: int, *, use_fp8: bool, use_ue8m0: bool) -> None:
         """Make room for the low-latency dispatches of a layer, and say what it takes. Collective at a new shape.
 
         Layers are built before vLLM profiles the memory that it may give its KV cache, and before graphs are captured.
 
         Args:
             moe: the layer's ``FusedMoEConfig``.
+            tokens: most that a rank dispatches at once.
             use_fp8, use_ue8m0: as its dispatches will say.
         """
-        shape = (moe.max_num_tokens, moe.hidden_dim, moe.num_experts, moe.experts_per_token)
+        shape = (tokens, moe.hidden_dim, moe.num_experts, moe.experts_per_token)
         key = (*shape, moe.in_dtype, use_fp8, use_ue8m0)
         if key in self._reserved:
             return
@@ -105,7 +106,7 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
                 moe.intermediate_size_per_partition,
                 moe.in_dtype.itemsize,
             )
-            needed = memory_budget(experts, self.world_size, moe.max_num_tokens, layout.normal, quantised=use_fp8)
+            needed = memory_budget(experts, self.world_size, tokens, layout.normal, quantised=use_fp8)
             on_device = torch.device(moe.device).type != "cpu" and buffer.runtime.settings.window != "host"
             _log.info(
                 "uccl_ep: each rank has a window of %.2f GiB in %s memory, and %.2f GiB on its device for the rows of "
@@ -116,7 +117,7 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
                 needed.activations / GIB,
                 moe.num_experts,
                 moe.hidden_dim,
-                moe.max_num_tokens,
+                tokens,
             )
 
     def set_num_sms(self, num_sms: int) -> None:
@@ -129,8 +130,13 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
 
     def check(self) -> None:
         """Raise what the Buffer, if it is open, knows to be wrong. Waits for nothing."""
-        if self._buffer is not None:
-            self._buffer.check()
+        buffer = self._buffer  # vLLM closes that of a group that is given up in a thread of its own
+        if buffer is not None:
+            try:
+                buffer.check()
+            except UcclEpError:
+                if self._buffer is buffer:
+                    raise
 
     def destroy(self) -> None:
         """Close the Buffer. May be called twice."""

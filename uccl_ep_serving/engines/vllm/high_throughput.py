@@ -25,7 +25,13 @@ from vllm.v1.worker.ubatching import (
 from uccl_ep_serving import Buffer, EventOverlap
 from uccl_ep_serving.engines.vllm.graph_steps import GraphSteps
 from uccl_ep_serving.engines.vllm.prepare_finalize import PrepareFinalize
-from uccl_ep_serving.engines.vllm.quantisation import quantised_after, quantised_before, weighted_input
+from uccl_ep_serving.engines.vllm.quantisation import (
+    is_block_scaled_fp8,
+    one_scale_of_all,
+    quantised_after,
+    quantised_before,
+    weighted_input,
+)
 
 __all__ = ["HighThroughput"]
 
@@ -66,7 +72,7 @@ class HighThroughput(PrepareFinalize):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> Callable[[], Any]:
-        """Send the tokens. Block-scaled formats are quantised before dispatch, others after it.
+        """Send the tokens. FP8 with a scale per 128 values is quantised before dispatch, other formats after it.
 
         Returns:
             A function that waits and gives rows [N, H]; their scales or None; tokens of each local expert, or None
@@ -77,8 +83,8 @@ class HighThroughput(PrepareFinalize):
         most = 0 if self._graphs is None else self._graphs.most_rows(len(a1))
         if apply_router_weight_on_input:
             a1 = weighted_input(a1, topk_weights)
-        block_scaled = quant_config.is_block_quantized and not defer_input_quant
-        rows, scales = quantised_before(a1, quant_config) if block_scaled else (a1, None)
+        quantises_here = is_block_scaled_fp8(quant_config) and not defer_input_quant
+        rows, scales = quantised_before(a1, quant_config) if quantises_here else (a1, None)
         weights = topk_weights.to(torch.float32)
 
         # taken before the other micro-batch runs, so that it covers the work of this one only
@@ -102,7 +108,10 @@ class HighThroughput(PrepareFinalize):
             previous_event=previous,
             async_finish=not dbo_enabled(),
         )
-        self._handles[dbo_current_ubatch_id()] = handle
+        # Under dual-batch overlap what was received is memory of the communication stream, and another one uses it
+        # until combine makes that stream wait. Recorded for the other it would be kept from all that is captured later.
+        held = (received, ids, recv_weights) if dbo_enabled() else None
+        self._handles[dbo_current_ubatch_id()] = handle, held
         dbo_switch_to_compute_sync()
         assert ids is not None, "ids were given, so ids come back"
         kept, kept_ids = received, ids
@@ -110,13 +119,11 @@ class HighThroughput(PrepareFinalize):
         def receiver() -> Any:
             event.current_stream_wait()
             values, value_scales = kept if isinstance(kept, tuple) else (kept, None)
-            _used_by_this_stream(values, value_scales, kept_ids, recv_weights)
             meta = None if most else mk.ExpertTokensMetadata.make_from_list(counts, device=values.device)
-            if not quant_config.is_block_quantized and not defer_input_quant and values.numel():
-                if most and quant_config.quant_dtype is not None:
-                    # a scale of the whole tensor must not come from rows that nobody sent
+            if not quantises_here and not defer_input_quant and values.numel():
+                if most and one_scale_of_all(quant_config):
                     values = values.masked_fill((kept_ids == -1).all(1, keepdim=True), 0)
-                values, value_scales = quantised_after(values, quant_config, per_act_token_quant=False)
+                values, value_scales = quantised_after(values, quant_config)
             return values, value_scales, meta, self._global(kept_ids, num_experts), recv_weights
 
         return receiver
@@ -172,9 +179,10 @@ class HighThroughput(PrepareFinalize):
         previous = dbo_get_previous_event(self.buffer.capture)
         dbo_yield_and_switch_from_compute_to_comm()
         _used_by_this_stream(rows)
+        handle, _received = self._handles.pop(dbo_current_ubatch_id())
         combined, _, event = self.buffer.combine(
             rows,
-            self._handles.pop(dbo_current_ubatch_id()),
+            handle,
             config=Buffer.get_combine_config(self._ranks),
             previous_event=previous,
             async_finish=not dbo_enabled(),

@@ -9,9 +9,19 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from uccl_ep_serving.engines.expert_rows import whole_tiles
 from uccl_ep_serving.engines.memory_budget import GIB
 from uccl_ep_serving.engines.vllm.hooks import asked_for, hook_property, hooked, is_hook, mark, verify_hooked
-from uccl_ep_serving.engines.vllm.targets import CURRENT_CONFIG, LAYER_TARGETS, ONE_NAME, USED, find, twin, verify
+from uccl_ep_serving.engines.vllm.targets import (
+    CURRENT_CONFIG,
+    LAYER_TARGETS,
+    LOW_LATENCY,
+    ONE_NAME,
+    USED,
+    find,
+    twin,
+    verify,
+)
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.protocol.command import UNIT
 from uccl_ep_serving.protocol.layout import MAX_LOW_LATENCY_TOKENS
@@ -29,7 +39,7 @@ def activate() -> None:
         ConfigError: a target is missing (nothing has been changed then), or a hook did not take.
     """
     verify((*LAYER_TARGETS, *USED))
-    high_throughput, low_latency, make, round_up, execute = LAYER_TARGETS
+    high_throughput, low_latency, make, round_up, execute, workspace = LAYER_TARGETS
     if all(map(hooked, LAYER_TARGETS)):
         return
     hook_property(high_throughput)
@@ -41,6 +51,11 @@ def activate() -> None:
         replacement = _unless_ours(original, hook)
         setattr(owner, name, replacement)
         _rebind(name, original, replacement)
+    owner, name, original = find(workspace)
+    if not hooked(workspace):
+        from uccl_ep_serving.engines.vllm.workspace import growing
+
+        setattr(owner, name, growing(original))
     owner, name, original = find(execute)
     if not hooked(execute):
         setattr(owner, name, _checked(original))
@@ -111,6 +126,11 @@ def _unless_ours(original: Any, ours: Callable[[Mapping[str, Any]], Any]) -> Any
         parallel = given["moe"].moe_parallel_config if "moe" in given else given["moe_parallel_config"]
         if asked_for(parallel) and parallel.use_all2all_kernels:
             return ours(given)
+        if asked_for(parallel) and parallel.dp_size > 1 and not parallel.use_ep:
+            raise ConfigError(
+                f"--all2all-backend {parallel.all2all_backend} with {parallel.dp_size} data-parallel ranks, none of "
+                "which has experts of its own: there is nothing to dispatch. Next step: --enable-expert-parallel"
+            )
         return original(*args, **kwargs)
 
     return mark(hook)
@@ -154,6 +174,16 @@ def _say_rows(largest: int, rows: int, row_bytes: int) -> None:
     )
 
 
+def _check_that_steps_are_agreed_on(parallel: Any, largest: int) -> None:
+    """Raise ConfigError where steps of up to ``largest`` tokens are captured and no rank knows what the others have."""
+    if largest and parallel.dp_size == 1 and not parallel.is_sequence_parallel:
+        raise ConfigError(
+            f"--all2all-backend {parallel.all2all_backend}: with one data-parallel rank (prefill context parallelism) "
+            "vLLM does not say how many tokens the other ranks have, so no step can be captured. Next step: "
+            f"--enforce-eager, or {LOW_LATENCY}"
+        )
+
+
 def make_prepare_finalize(
     moe: Any, quant_config: Any, routing_tables: tuple[Any, Any, Any] | None = None, all2all_manager: Any = None
 ) -> Any:
@@ -184,18 +214,17 @@ def make_prepare_finalize(
             "num_redundant_experts that fills up the last rank"
         )
     if twin(backend) == "deepep_high_throughput":
-        graphs = None
-        if backend == ONE_NAME:
-            current = find(CURRENT_CONFIG)[2]()
-            compilation = None if current is None else current.compilation_config
-            graphs = GraphSteps(compilation, ranks, moe.moe_parallel_config.sp_size)
-            if all2all_manager.rank == 0 and graphs.largest:
-                _say_rows(graphs.largest, graphs.largest * ranks, moe.hidden_dim * moe.in_dtype.itemsize)
+        current = find(CURRENT_CONFIG)[2]()
+        compilation = None if current is None else current.compilation_config
+        graphs = GraphSteps(compilation, ranks, moe.moe_parallel_config.sp_size)
+        _check_that_steps_are_agreed_on(moe.moe_parallel_config, graphs.largest)
+        if backend == ONE_NAME and graphs.largest and all2all_manager.rank == 0:
+            _say_rows(graphs.largest, graphs.largest * ranks, moe.hidden_dim * moe.in_dtype.itemsize)
         return HighThroughput(
             all2all_manager.get_handle({}),
             ranks,
             rank_expert_offset=all2all_manager.rank * moe.num_local_experts,
-            graphs=graphs,
+            graphs=graphs if backend == ONE_NAME else None,
         )
     most = MAX_LOW_LATENCY_TOKENS
     if not 0 < moe.max_num_tokens <= most:
@@ -204,11 +233,12 @@ def make_prepare_finalize(
             f"at most {most}. Next step: --max-num-batched-tokens {most} or less (a few hundred is usual: memory "
             "grows with it), or uccl_ep_high_throughput"
         )
+    tokens = whole_tiles(moe.max_num_tokens, ranks)
     return LowLatencyBatched(
         all2all_manager.get_handle({}),
         ranks,
-        reserve=functools.partial(all2all_manager.reserve, moe),
-        max_tokens_per_rank=moe.max_num_tokens,
+        reserve=functools.partial(all2all_manager.reserve, moe, tokens),
+        max_tokens_per_rank=tokens,
         hidden_size=moe.hidden_dim,
         quant_config=quant_config,
         global_to_physical=None if routing_tables is None else routing_tables[0],

@@ -16,7 +16,12 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_maybe_run_recv_h
 from uccl_ep_serving import Buffer
 from uccl_ep_serving.engines.vllm.graph_steps import capturing
 from uccl_ep_serving.engines.vllm.prepare_finalize import PrepareFinalize
-from uccl_ep_serving.engines.vllm.quantisation import is_block_scaled_fp8, quantised_after, weighted_input
+from uccl_ep_serving.engines.vllm.quantisation import (
+    is_block_scaled_fp8,
+    one_scale_of_all,
+    quantised_after,
+    weighted_input,
+)
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.protocol.message import SCALE_BLOCK
 
@@ -189,14 +194,10 @@ def _weights_of_combine(topk_weights: torch.Tensor, apply_router_weight_on_input
 def _quantised_rows(rows: torch.Tensor, counts: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, Any]:
     """Rows [L, N, H], of which ``counts`` [L] were sent, quantised where the experts are."""
     experts, most, hidden = rows.shape
-    own_scale = quant_config.per_act_token_quant or quant_config.block_shape is not None
-    if isinstance(quant_config.quant_dtype, torch.dtype) and quant_config.a1_scale is None and not own_scale:
-        # a scale of the whole tensor must not come from rows that nobody sent
+    if one_scale_of_all(quant_config):
         nobodys = torch.arange(most, device=rows.device) >= counts[:, None]
         rows.masked_fill_(nobodys[:, :, None], 0)
-    flat, scales = quantised_after(
-        rows.view(-1, hidden), quant_config, per_act_token_quant=quant_config.per_act_token_quant
-    )
+    flat, scales = quantised_after(rows.view(-1, hidden), quant_config)
     return flat.view(experts, -1, hidden), normalize_batched_scales_shape(scales, experts)
 
 

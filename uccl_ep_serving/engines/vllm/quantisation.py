@@ -10,16 +10,23 @@ from vllm.platforms import current_platform
 
 from uccl_ep_serving.protocol.message import SCALE_BLOCK
 
-__all__ = ["is_block_scaled_fp8", "quantised_after", "quantised_before", "weighted_input"]
+__all__ = ["is_block_scaled_fp8", "one_scale_of_all", "quantised_after", "quantised_before", "weighted_input"]
 
 
 def is_block_scaled_fp8(quant_config: Any) -> bool:
-    """Whether the experts take e4m3 rows with a scale per 128 values: the format that low latency quantises itself."""
+    """Whether the experts take e4m3 rows with a scale per 128 values: the format that travels quantised, and that low
+    latency quantises itself."""
     return (
         quant_config is not None
         and quant_config.quant_dtype == current_platform.fp8_dtype()
         and quant_config.block_shape == [SCALE_BLOCK, SCALE_BLOCK]
     )
+
+
+def one_scale_of_all(quant_config: Any) -> bool:
+    """Whether quantising finds one scale in the whole tensor: rows that nobody sent must not decide it."""
+    own_scale = quant_config.per_act_token_quant or quant_config.block_shape is not None
+    return isinstance(quant_config.quant_dtype, torch.dtype) and quant_config.a1_scale is None and not own_scale
 
 
 def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
@@ -46,9 +53,7 @@ def quantised_before(a1: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor,
     return rows, scales
 
 
-def quantised_after(
-    rows: torch.Tensor, quant_config: Any, *, per_act_token_quant: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def quantised_after(rows: torch.Tensor, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Everything else travels as it is and is quantised where the experts are.
 
     NVFP4 wants the global scale in the place of the activation scale, and its scales swizzled as the experts read them.
@@ -58,7 +63,7 @@ def quantised_after(
         rows,
         quant_config.a1_gscale if nvfp4 else quant_config.a1_scale,
         quant_dtype=quant_config.quant_dtype,
-        per_act_token_quant=per_act_token_quant,
+        per_act_token_quant=quant_config.per_act_token_quant,
         block_shape=quant_config.block_shape,
         is_scale_swizzled=quant_config.is_scale_swizzled,
     )

@@ -194,6 +194,13 @@ LAYER_TARGETS = (
         "graph calls nothing of ours. So do `sample_tokens` and `execute_dummy_batch`",
         "v1/worker/worker_base.py:383",
     ),
+    Target(
+        "vllm.v1.worker.workspace",
+        "WorkspaceManager._ensure_workspace_size",
+        ("self", "required_bytes"),
+        "experts get scratch memory for more rows than vLLM measured before it locked it",
+        "v1/worker/workspace.py:209",
+    ),
 )
 """Hooked in a worker, when its EP group is built and before the model is."""
 
@@ -210,6 +217,7 @@ USED = (
         ("cudagraph_mode", "max_cudagraph_capture_size"),
         "which steps are captured",
     ),
+    Target("vllm.v1.worker.workspace", "WorkspaceManager.is_locked", ("self",), "once graphs are captured"),
     Target("vllm.forward_context", "is_forward_context_available", (), "which steps are captured"),
     Target("vllm.forward_context", "get_forward_context", (), "which steps are captured"),
     Target("vllm.forward_context", "ForwardContext", ("dp_metadata", "cudagraph_runtime_mode"), "the same"),
