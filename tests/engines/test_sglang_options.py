@@ -57,6 +57,14 @@ def engine_on_device(model: str, device: str, name: str = "UCCL_EP_DEVICE", valu
     return ""
 
 
+def engine_patience(model: str, variables: dict[str, str]) -> str | None:
+    """What the workers of a launch are told of UCCL_EP_TIMEOUT."""
+    os.environ.update(variables)
+    from uccl_ep_serving.engines.sglang import workers
+
+    return workers.decisions_of(resolved(model, moe_a2a_backend="uccl_ep")).variables.get("UCCL_EP_TIMEOUT")
+
+
 def engine_draft_attention(steps: int) -> list[str]:
     """What stock SGLang says to an EAGLE draft on the attention of a CPU without AMX; our plugin is not loaded."""
     from types import SimpleNamespace
@@ -133,6 +141,20 @@ def test_bad_variable_is_refused_at_launch(in_engine: InEngine, model: str, name
     message, _ = in_engine(engine_settings, model, {}, {name: value})
     assert name in message
     assert value in message
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({}, None),
+        ({"SGLANG_IN_DEEPGEMM_PRECOMPILE_STAGE": "1"}, "3600"),
+        ({"SGLANG_IN_DEEPGEMM_PRECOMPILE_STAGE": "1", "UCCL_EP_TIMEOUT": "50"}, "50"),
+    ],
+)
+def test_ranks_wait_for_one_that_compiles_for_all(
+    in_engine: InEngine, model: str, variables: dict[str, str], told: str | None
+) -> None:
+    assert in_engine(engine_patience, model, variables) == told
 
 
 def test_device_without_kernels_is_refused_before_the_weights_are_loaded(in_engine: InEngine, model: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.preflight import report
 from uccl_ep_serving.preflight.facts import Facts
 from uccl_ep_serving.preflight.job import Finding, Job, of_torchrun
-from uccl_ep_serving.preflight.meeting import meet
+from uccl_ep_serving.preflight.meeting import _reach, meet
 from uccl_ep_serving.preflight.names import Names, gather_names, unreachable
 from uccl_ep_serving.preflight.outcome import Outcome
 from uccl_ep_serving.preflight.reach import Listener, try_peers
@@ -61,6 +62,29 @@ class TestMeeting:
         with pytest.raises(Wrong) as caught:
             meet(Job(2, 1, 1, 0, "no-such-host.invalid", 29555, 4.0))
         assert "a name that is known" in str(caught.value)
+
+    def test_a_name_that_comes_later_is_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As that of a pod whose record DNS does not have yet."""
+        asked, resolve = list[str](), socket.getaddrinfo
+
+        def resolved(name: str, *rest: Any, **options: Any) -> Any:
+            asked.append(name)
+            if len(asked) < 3:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return resolve("127.0.0.1", *rest, **options)
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolved)
+        with socket.create_server(("127.0.0.1", 0)) as there:
+            _reach(Job(2, 1, 1, 0, "pod-0.pods", there.getsockname()[1], 8.0), "node 1", time.monotonic() + 8)
+        assert asked == ["pod-0.pods"] * 3
+
+    def test_a_node_that_checks_its_gpus_first_is_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr("uccl_ep_serving.preflight.meeting.most_seconds", lambda: 1.0)
+        begun = time.monotonic()
+        with pytest.raises(Wrong):
+            meet(Job(2, 0, 1, 0, "127.0.0.1", _free(), 1.0))
+        assert time.monotonic() - begun > 1.5
 
     def test_a_node_that_does_not_come_is_named(self) -> None:
         with pytest.raises(Wrong) as caught:

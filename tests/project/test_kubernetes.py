@@ -45,7 +45,7 @@ def test_it_fits_the_schema(name: str, version: str) -> None:
 
 
 def test_a_field_that_does_not_exist_is_noticed() -> None:
-    (service, _) = resources("efa.yaml")
+    service, *_ = resources("efa.yaml")
     service["spec"]["clusterIp"] = "None"
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(service, VERSIONS[0], strict=True)
@@ -123,7 +123,11 @@ def test_every_pod_runs_the_check_that_we_have(name: str) -> None:
     variable = re.fullmatch(r"\$\((\w+)\)", command[command.index("--node-rank") + 1])
     assert variable is not None
     # the first pod, by the name that the headless service gives it
-    (service,) = [one["metadata"]["name"] for one in resources(name) if one["kind"] == "Service"]
+    (service,) = [
+        one["metadata"]["name"]
+        for one in resources(name)
+        if one["kind"] == "Service" and one["spec"].get("clusterIP") == "None"
+    ]
     assert command[command.index("--master") + 1] == f"{service}-0.{service}"
     words = [re.sub(r"\$\(\w+\)", "1", word) for word in command[1:]]
     try:
@@ -155,3 +159,23 @@ def test_the_image_compiles_for_the_job_of_the_pods() -> None:
 def workloads() -> list[list[dict[str, Any]]]:
     """What makes the pods of each file."""
     return [[one for one in resources(name) if "template" in one["spec"]] for name in FILES]
+
+
+@pytest.mark.parametrize("name", ["efa.yaml", "roce.yaml"])
+def test_requests_go_to_the_pod_that_serves_them(name: str) -> None:
+    (service,) = [one["spec"] for one in resources(name) if one["kind"] == "Service" and "ports" in one["spec"]]
+    (pods_of,) = [one["spec"] for one in resources(name) if one["kind"] == "StatefulSet"]
+    app = pods_of["selector"]["matchLabels"]["app"]
+    assert service["selector"] == {"app": app, "apps.kubernetes.io/pod-index": "0"}
+    # one pod alone is never replaced: its check would wait for another that is past it
+    assert pods_of["updateStrategy"] == {"type": "OnDelete"}
+
+
+def test_the_check_listens_where_serving_does() -> None:
+    ports = {
+        name: {
+            one["value"] for container in containers(name) for one in container.get("env", ()) if "RANGE" in one["name"]
+        }
+        for name in FILES
+    }
+    assert ports == {name: {"20100-20200"} for name in FILES}

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from .machine import Machine, environment_of_a_check
 from .stamp import COMMAND, Record, State, directory, look
 
-__all__ = ["SECONDS", "checked"]
+__all__ = ["SECONDS", "checked", "most_seconds"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
@@ -23,6 +23,11 @@ _log = logging.getLogger("uccl_ep_serving")
 SECONDS, _PROCESS_SECONDS = 120.0, 45.0
 #: A check that another process runs is looked at this often.
 _LOOK_SECONDS = 0.2
+
+
+def most_seconds() -> float:
+    """That a check and its process may take."""
+    return SECONDS + _PROCESS_SECONDS
 
 
 def checked(machine: Machine) -> Record:
@@ -37,7 +42,7 @@ def checked(machine: Machine) -> Record:
         if record.state is not State.UNKNOWN:
             return record
         if not held:
-            waited = SECONDS + _PROCESS_SECONDS
+            waited = most_seconds()
             return Record(State.UNKNOWN, f"another process of this host has been checking for more than {waited:.0f} s")
         _log.warning(
             "uccl_ep: %s. Running `%s` before the engine starts: once on this host, %.0f s at most",
@@ -64,11 +69,11 @@ def _run() -> str:
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
-                timeout=SECONDS + _PROCESS_SECONDS,
+                timeout=most_seconds(),
                 check=False,
             ).returncode
         except subprocess.TimeoutExpired:
-            return f"nothing within {SECONDS + _PROCESS_SECONDS:.0f} s, and was ended"
+            return f"nothing within {most_seconds():.0f} s, and was ended"
         except OSError as error:
             return str(error)
         said.seek(0)
@@ -81,7 +86,7 @@ def _only_one(path: str) -> Iterator[bool]:
 
     Only a courtesy: on a file system without locks several processes check at the same time.
     """
-    deadline = time.monotonic() + SECONDS + _PROCESS_SECONDS
+    deadline = time.monotonic() + most_seconds()
     with contextlib.ExitStack() as stack:
         held = True
         try:

@@ -9,17 +9,19 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ..check.faults import Wrong
+from ..check.gate import most_seconds
 from ..control_plane.bootstrap import StoreExchange
 from .job import Job, Place
 
 __all__ = ["Meeting", "meet"]
 
 #: Part of the time of a check that ranks have to come, at most; and seconds between two attempts.
-_SHARE, _LONGEST, _PAUSE = 0.5, 60.0, 0.2
+_SHARE, _LONGEST, _PAUSE = 0.5, 900.0, 0.2
 #: Longest wait for an answer to one attempt to connect.
 _ANSWER_SECONDS = 5.0
 #: At the end the rank that has the store waits so long for those that still read it.
@@ -58,7 +60,8 @@ def meet(job: Job, say: Callable[[str], None] = lambda words: None) -> Meeting:
     Raises:
         Wrong: with the name of what stands in the way.
     """
-    deadline = time.monotonic() + min(job.seconds * _SHARE, _LONGEST)
+    # a node without a record checks its GPUs first
+    deadline = time.monotonic() + min(job.seconds * _SHARE, _LONGEST) + most_seconds() * bool(torch.cuda.device_count())
     opens = job.node == job.local == 0 and not job.served
     where = f"node {job.node} to the master, {job.master} port {job.port}"
     if not opens:
@@ -88,12 +91,12 @@ def _reach(job: Job, where: str, deadline: float) -> None:
         try:
             socket.create_connection((job.master, job.port), timeout=min(_ANSWER_SECONDS, left)).close()
             return
-        except socket.gaierror as error:
-            step = "--master with an address, or correct /etc/hosts and DNS on this node"
-            raise Wrong(where, "a name that is known", f"{error.strerror}", "no such name here", step) from error
-        except OSError as error:
+        except OSError as error:  # of a pod that has just begun not even the name need be there yet
             last = error
             time.sleep(_PAUSE)
+    if isinstance(last, socket.gaierror):
+        step = "--master with an address, or correct /etc/hosts and DNS on this node"
+        raise Wrong(where, "a name that is known", f"{last.strerror}", "no such name here", step) from last
     if isinstance(last, TimeoutError) or last is None:
         cause = f"a firewall drops TCP to port {job.port} of {job.master}, or no route leads there"
     elif isinstance(last, ConnectionRefusedError):

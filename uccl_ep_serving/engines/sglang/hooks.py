@@ -159,6 +159,7 @@ def _resolve(original: Callable[[Any], None], server_args: Any, requested: list[
                 f"--{field.replace('_', '-')} deepep beside --{requested[0].replace('_', '-')} {BACKEND}: both run "
                 f"on the engine's one DeepEP buffer of the process. Give {BACKEND} to both, or to neither."
             )
+    options.wait_for_compilation()
     options.check_given(server_args)
     overrides = import_checked("sglang.srt.arg_groups.overrides", "declare_resolution")
     overrides.declare_resolution(server_args, BACKEND, **dict.fromkeys(requested, _RESOLVED))

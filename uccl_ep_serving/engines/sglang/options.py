@@ -11,7 +11,7 @@ from uccl_ep_serving.engines.sglang.targets import import_checked
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.protocol.layout import MAX_LOW_LATENCY_TOKENS
 
-__all__ = ["WINDOW_VARIABLE", "asked_tokens", "check_given", "check_resolved"]
+__all__ = ["WINDOW_VARIABLE", "asked_tokens", "check_given", "check_resolved", "wait_for_compilation"]
 
 WINDOW_VARIABLE = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 """SGLang's own variable for the low-latency window. Its dispatcher asserts 1,024, which is DeepEP's limit, not ours."""
@@ -29,6 +29,18 @@ def asked_tokens() -> int | None:
     if not 0 < tokens <= MAX_LOW_LATENCY_TOKENS:
         raise ConfigError(f"{WINDOW_VARIABLE} = {text} is outside 1..{MAX_LOW_LATENCY_TOKENS} tokens")
     return tokens
+
+
+#: Seconds that ranks wait for one which compiles DeepGEMM's products: SGLang's warning says 10 to 20 minutes.
+_COMPILING_SECONDS = 3600
+
+
+def wait_for_compilation() -> None:
+    """Under ``sglang.compile_deep_gemm`` one rank of a node compiles while the others wait inside an operation: they
+    wait longer, unless the user says how long."""
+    stage = getattr(import_checked("sglang.srt.environ", "envs").envs, "SGLANG_IN_DEEPGEMM_PRECOMPILE_STAGE", None)
+    if stage is not None and stage.get():
+        os.environ.setdefault("UCCL_EP_TIMEOUT", str(_COMPILING_SECONDS))
 
 
 def check_given(server_args: Any) -> None:
