@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -191,6 +192,24 @@ class TestSignalling:
             traffic.ports[0].flush()
             assert (context[rc.DOORBELLS], context[rc.SIGNALS]) == (1, 1)
             finish(traffic)
+
+    def test_no_ticket_is_overwritten_before_its_write_was_reported(self) -> None:
+        """One poll learns that a whole queue is over, and reports as many writes as there is room for in its events."""
+        network = MemoryNetwork(2)
+        with open_endpoints(network, 2, 4096) as (group, _):
+            sender, receiver = Port(group, 0), Port(group, 1)
+            sent: Counter[int] = Counter()
+            posted, deadline = 0, time.monotonic() + 20
+            while posted < 8 * rc.LINK_RECEIVES or len(sent) < posted:
+                while posted < 8 * rc.LINK_RECEIVES and sender.post(1, 0, 0, 0, imm(0, posted), posted) == ACCEPTED:
+                    posted += 1
+                sender.flush()
+                # all of them complete, and all receives are posted anew
+                for _ in range(20):
+                    receiver.poll()
+                sent.update(event.value for event in sender.poll() if event.kind == SENT)
+                assert time.monotonic() < deadline, f"{posted} posted, {len(sent)} sent"
+            assert sent == dict.fromkeys(range(posted), 1)
 
     def test_a_long_chain_is_handed_over_in_parts(self) -> None:
         network = MemoryNetwork(2)

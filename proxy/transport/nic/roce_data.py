@@ -61,7 +61,7 @@ _EINVAL, _EIO, _ENOTCONN = errno.EINVAL, errno.EIO, errno.ENOTCONN
 def _open_link(context: int, link: int, nbytes: int) -> bool:
     """True when the link can take one more write of ``nbytes`` bytes now."""
     # rule: roce: no more work requests than the send queue holds
-    if peek(link + 8 * rc.POSTED) - peek(link + 8 * rc.RETIRED) >= peek(context + 8 * rc.SEND_SLOTS) - rc.SEND_RESERVE:
+    if peek(link + 8 * rc.POSTED) - peek(link + 8 * rc.REPORTED) >= peek(context + 8 * rc.SEND_SLOTS) - rc.SEND_RESERVE:
         return False
     rail = peek(link + 8 * rc.RAIL)
     limit, load = peek(rail + 8 * rc.BYTE_LIMIT), peek(rail + 8 * rc.LOAD)

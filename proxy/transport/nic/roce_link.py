@@ -149,7 +149,7 @@ def grant(context: int) -> None:
         if peek(link + 8 * rc.FLAGS) & rc.OWES == 0:
             continue
         up = peek(words.peer_record(context, peek(link + 8 * rc.PEER)) + 8 * words.STATE) == words.UP
-        if up and peek(link + 8 * rc.POSTED) - peek(link + 8 * rc.RETIRED) >= peek(context + 8 * rc.SEND_SLOTS):
+        if up and peek(link + 8 * rc.POSTED) - peek(link + 8 * rc.REPORTED) >= peek(context + 8 * rc.SEND_SLOTS):
             continue
         poke(link + 8 * rc.FLAGS, peek(link + 8 * rc.FLAGS) & ~rc.OWES)
         poke(context + 8 * rc.OWED, peek(context + 8 * rc.OWED) - 1)
