@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,23 @@ def run(group: DirectGroup, *cases: Case, **options: Any) -> list[list[Outcome]]
         check(one, outcomes, options.get("expert_alignment", 1), options.get("num_worst_tokens", 0))
         assert all(outcome.handle.nodes is not None for outcome in outcomes)
     return results
+
+
+@pytest.mark.parametrize("operations", [(1 << 31) - 4, (1 << 32) - 4])
+def test_after_months_of_operations(operations: int) -> None:
+    """The number of an operation stands above the rows in one word of boards and lines."""
+    inputs, over = Case((5, 9, 0, 7), experts=8).inputs(), threading.Barrier(4)
+
+    def body(runtime: Any) -> list[Outcome]:
+        normal = Normal(runtime)
+        first = [round_trip(normal, inputs, runtime.rank)]
+        over.wait(30)
+        normal._exchange._number += operations
+        return first + [round_trip(normal, inputs, runtime.rank) for _ in range(4)]
+
+    with nodes(4, 2) as group:
+        for outcomes in zip(*group.run(body), strict=True):
+            check(inputs, list(outcomes))
 
 
 @pytest.mark.parametrize(("ranks", "node_ranks"), SHAPES)

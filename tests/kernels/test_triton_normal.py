@@ -46,6 +46,13 @@ def test_over_mapped_windows(interpreted: Ranks) -> None:
     assert interpreted.run(2, bodies.against_the_oracle, PATHS["mapped"], cases, timeout=300) == [2, 2]
 
 
+@pytest.mark.parametrize("operations", [(1 << 31) - 6, (1 << 32) - 6])
+def test_after_months_of_operations(interpreted: Ranks, operations: int) -> None:
+    """The number of an operation stands above the rows in one word."""
+    found = interpreted.run(2, bodies.after_months, PATHS["mapped"], [SMALL] * 4, operations, timeout=300)
+    assert found == [4, 4]
+
+
 def test_beside_the_cpu_kernels(interpreted: Ranks) -> None:
     """The kernels of CPUs speak otherwise: all ranks say so before anything moves."""
     for text in interpreted.run(2, bodies.beside_the_cpu_kernels, PATHS["shm"], timeout=300):

@@ -31,6 +31,7 @@ from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, UcclEpError
 from uccl_ep_serving.gpu.streams import GpuOrder
 from uccl_ep_serving.handles import EventOverlap, wait_for
+from uccl_ep_serving.kernels.blocks import normal_device as block
 from uccl_ep_serving.kernels.blocks.normal_device import ROUTE_SEND
 from uccl_ep_serving.modes.normal_gpu import NormalGpu
 from uccl_ep_serving.modes.normal_gpu_outputs import Outputs
@@ -56,6 +57,16 @@ def run_cases(buffer: Buffer, rank: int, cases: list[Case]) -> int:
 def against_the_oracle(exchange: StoreExchange, overrides: dict[str, Any], cases: list[Case]) -> int:
     """All ranks run Triton's kernels."""
     return run_cases(opened(exchange, overrides), exchange.rank, cases)
+
+
+def after_months(exchange: StoreExchange, overrides: dict[str, Any], cases: list[Case], operations: int) -> int:
+    """The same once so many operations more have run, by what the ranks count."""
+    buffer, rank, inputs = opened(exchange, overrides), exchange.rank, cases[0].inputs()
+    normal_cases.check_rank(inputs, rank, normal_cases.round_trip(buffer, inputs, rank))
+    exchange.all_gather(b"all of them are over")
+    normal: Any = buffer._backend.normal
+    normal._session._present.state.words[block.NUMBER] += operations
+    return run_cases(buffer, rank, cases)
 
 
 def landed(buffer: Buffer) -> tuple[bool, bool]:

@@ -12,7 +12,7 @@ import torch
 from ..errors import ConfigError
 from ..handles import NormalGpuHandle, NormalHandle
 from ..protocol.command import UNIT
-from ..protocol.message import DTYPE_FP8, DTYPE_FP8_UE8M0, SCALE_BLOCK, NormalNotify
+from ..protocol.message import DTYPE_FP8, DTYPE_FP8_UE8M0, MOST_TOKENS, SCALE_BLOCK, NormalNotify
 from .arguments import VALUE_CODES, check_device, check_integer, check_start, in_words
 from .row_format import RowFormat
 
@@ -118,6 +118,8 @@ class NormalArguments(Generic[_Handle]):
         """
         rows, scales, dtype = self._rows_and_scales(x)
         tokens, hidden = rows.shape
+        if tokens > MOST_TOKENS:
+            raise ConfigError(f"x {in_words(rows)}: a rank dispatches at most {MOST_TOKENS} tokens at once")
         scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
         row_bytes = hidden * rows.element_size()
         if handle is not None:

@@ -46,10 +46,12 @@ __all__ = [
     "LEAST_CHUNK_BYTES",
     "META_LINE",
     "MOST_ROWS",
+    "MOST_TOKENS",
     "NOTICE_SLOTS",
     "PAIRS_SHIFT",
     "PLACE_SHIFT",
     "SCALE_BLOCK",
+    "STAMP_ROWS_BITS",
     "LowLatencyHeader",
     "NormalGrant",
     "NormalNotify",
@@ -81,6 +83,11 @@ META_LINE = 128
 LEAST_CHUNK_BYTES = 64 << 10
 #: More rows than any operation of normal mode can have: indices are int32.
 MOST_ROWS = (1 << 31) - 1
+#: Bits of a number of rows that stands below an operation's number. What is left for the number lasts for 2**39
+#: operations, centuries; with 32 bits for rows it was days.
+STAMP_ROWS_BITS = 24
+#: Tokens of a rank in a dispatch of normal mode, which no such number of rows exceeds.
+MOST_TOKENS = (1 << STAMP_ROWS_BITS) - 2
 
 DTYPE_BF16 = 0
 DTYPE_F16 = 1

@@ -16,8 +16,8 @@ A mapped peer tells how far it is in words of the other's window, int64 ``[2, NO
     ARRIVED  the sender's GPU     the window's GPU   stamped: rows that stand in the pipe
     FREED    the receiver's GPU   the window's GPU   stamped: rows of the pipe that are read
 
-A stamped word holds ``(operation number + 1) << 32 | rows``: one of an earlier operation says nothing. It is stored
-with release after whatever it announces, and loaded with acquire.
+A stamped word holds ``(operation number + 1) << STAMP_SHIFT | rows``: one of an earlier operation says nothing. It is
+stored with release after whatever it announces, and loaded with acquire.
 
 Through proxies rows travel in messages of the phase's stream of the channel, ``chunk_rows`` each, which the ring holds
 a whole number of. What is read is told in messages without content, on the stream that the other phase has for that
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .message import MOST_TOKENS, STAMP_ROWS_BITS
 from .streams import NORMAL_CHANNELS
 
 if TYPE_CHECKING:
@@ -47,10 +48,10 @@ __all__ = [
 ]
 
 ARRIVED, FREED = range(2)
-#: The number stands above the rows, which are below 2**31 as everywhere in normal mode.
-STAMP_SHIFT = 32
+#: The number stands above the rows.
+STAMP_SHIFT = STAMP_ROWS_BITS
 #: More rows than there are.
-EVERYTHING = (1 << 31) - 1
+EVERYTHING = MOST_TOKENS + 1
 #: Rings begin at multiples of so many bytes.
 LINE = 128
 #: Most rows of a pipe that a program moves before it looks again how far the others are: one for each lane of a wave of

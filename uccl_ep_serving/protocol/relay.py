@@ -4,9 +4,9 @@ A node is a group of ranks that map each other's windows. Rank i of a node is th
 every other node. Each window has, for every node, a *progress board* that tells what has arrived here from that node
 for this one, and for every (node, rank of the own node) a *progress line* that this rank of the own node writes.
 
-A stamped word holds ``(operation number + 1) << 32 | rows``. It only grows, so a word of an earlier operation reads as
-"nothing yet" and one of a later operation as "everything". It is stored with release after whatever it announces, and
-loaded with acquire.
+A stamped word holds ``(operation number + 1) << STAMP_SHIFT | rows``. It only grows, so a word of an earlier operation
+reads as "nothing yet" and one of a later operation as "everything". It is stored with release after whatever it
+announces, and loaded with acquire.
 
     board word      writer                   reader               meaning
     ARRIVED         the window's rank        ranks of its node    stamped: rows that have arrived, stored last
@@ -27,6 +27,8 @@ loaded with acquire.
 """
 
 from __future__ import annotations
+
+from .message import MOST_TOKENS, STAMP_ROWS_BITS
 
 __all__ = [
     "ARRIVED",
@@ -51,7 +53,7 @@ TAKEN, OFFERED, FREED = range(3)
 BOARD_BYTES = 128
 LINE_BYTES = 64
 
-#: The number stands above the rows, which are below 2**31 as everywhere in normal mode.
-STAMP_SHIFT = 32
+#: The number stands above the rows.
+STAMP_SHIFT = STAMP_ROWS_BITS
 #: Rows of a stamp that asks for nothing more.
-EVERYTHING = (1 << 31) - 1
+EVERYTHING = MOST_TOKENS + 1

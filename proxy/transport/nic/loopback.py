@@ -14,6 +14,7 @@ import numpy as np
 from ....native.atomics import pause, peek, peek32
 from ....native.calls import call3_int, monotonic_ns
 from ....native.jit import compiled
+from ....native.pages import own_pages
 from ..verbs import codes
 from ..verbs.abi import SEND_WR, SGE, WC, Block
 from ..verbs.device import Gid, Port
@@ -72,7 +73,8 @@ class Loopback:
     def __init__(self, pd: ProtectionDomain, port: Port, gid: Gid, start: int, key: int) -> None:
         self._cq = CompletionQueue(pd.context, 1)
         self._qp = QueuePair(pd, self._cq, send_depth=1, receive_depth=1)
-        self._landing = np.zeros(1, np.int64)
+        # a page of its own: what is registered may be missing in a forked child
+        self._landing = own_pages(8)
         address = int(self._landing.ctypes.data)
         self._region = MemoryRegion(pd, address, 8, codes.ACCESS_LOCAL_WRITE)
         self._qp.initialise(port.number, codes.ACCESS_REMOTE_READ)
