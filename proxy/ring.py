@@ -257,7 +257,14 @@ def _serve_stream(state: int, index: int) -> int:
 def send_queued(state: int) -> int:
     """Give up to SLICES streams with queued commands a time slice, in order; returns the number of writes posted."""
     slices = min(peek(state + words.READY_COUNT), SLICES)
+    retries = peek(peek(state + words.COUNTERS) + words.C_RETRIES)
     posted = 0
     for _ in range(slices):
         posted += _serve_stream(state, pop_ready(state))
+    # What is refused keeps the others of its peer waiting until the next iteration, which begins with another one: they
+    # may go over other NICs.
+    if peek(peek(state + words.COUNTERS) + words.C_RETRIES) != retries:
+        index = pop_ready(state)
+        if index >= 0:
+            mark_ready(state, words.send_record(state, index), index)
     return posted

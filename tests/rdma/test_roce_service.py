@@ -18,6 +18,7 @@ from uccl_ep_serving.protocol.command import Command
 from uccl_ep_serving.protocol.context import ERROR_WORDS
 from uccl_ep_serving.proxy import words
 from uccl_ep_serving.proxy.service import ProxyService
+from uccl_ep_serving.proxy.transport.nic import roce_words as rc
 from uccl_ep_serving.proxy.transport.verbs import codes
 
 WINDOW = 4 << 20
@@ -101,3 +102,24 @@ def test_a_failed_connection_is_the_loss_of_its_peer_with_the_cause(pair: Pair) 
     assert pair.services[1].states[0].arrived[0, 8] == 1
     with pytest.raises(PeerLost, match="rank 0 is gone"):
         pair.services[1].check()
+
+
+def test_a_busy_nic_does_not_stop_the_others_of_a_peer() -> None:
+    settings, network = Settings(), MemoryNetwork(2, rails=2)
+    with open_endpoints(network, 2, WINDOW, settings=settings) as (group, endpoints):
+        pair = Pair(network, group, endpoints, settings)
+        # streams 8 and 9 of rank 0 go over rails 1 and 0: the first in the list finds no room on its rail
+        rails, links = endpoints[0].state.rails, endpoints[0].state.links
+        rails[1, rc.BYTE_LIMIT] = rails[1, rc.LOAD] = 1
+        for stream in (8, 9):
+            producer = RingProducer(pair.services[0], stream)
+            for _ in range(40):
+                producer.put(Command(rank=1, stream=stream, source=0, target=0, length=64, last=True))
+        for _ in range(12):
+            pair.step(0, 1)
+        assert list(links[2:4, rc.IMMEDIATES]) == [40, 0]
+        # and what waited goes on
+        rails[1, rc.BYTE_LIMIT] = rails[1, rc.LOAD] = 0
+        for _ in range(12):
+            pair.step(0, 1)
+        assert list(links[2:4, rc.IMMEDIATES]) == [40, 40]
