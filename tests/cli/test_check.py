@@ -90,3 +90,18 @@ def test_a_record_that_cannot_be_kept_is_a_failure(
 def test_without_a_gpu_the_next_step_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(GOOD, machine=HERE._replace(gpus=())) == 2
     assert "no GPU is visible to this process. Next step: uccl-ep doctor" in capsys.readouterr().err
+
+
+def test_a_driver_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from uccl_ep_serving.cli import check as command
+
+    def present() -> Machine:
+        raise RuntimeError("the driver has not answered within 60 s")
+
+    monkeypatch.setattr(command, "_gpus", lambda: 8)
+    monkeypatch.setattr("uccl_ep_serving.cli.doctor.report.examine", dict)
+    monkeypatch.setattr("uccl_ep_serving.check.machine.present", present)
+    *_, found = command._alone(1)
+    assert found.part == "GPU check"
+    assert found.fault is not None
+    assert found.fault.found == "the driver has not answered within 60 s"

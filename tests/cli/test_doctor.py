@@ -282,9 +282,12 @@ class TestGpus:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        (found,) = gpus.gpus()
-        assert words in found.value
-        assert found.status == "note"
+        for devices, setting, status in ((False, "auto", "note"), (True, "auto", "problem"), (True, "cpu", "note")):
+            monkeypatch.setattr(gpus, "has_gpu_devices", lambda devices=devices: devices)
+            monkeypatch.setenv("UCCL_EP_DEVICE", setting)
+            (found,) = gpus.gpus()
+            assert words in found.value
+            assert found.status == status
 
     @pytest.mark.parametrize(
         ("version", "words"),

@@ -113,7 +113,15 @@ def _alone(node: int) -> Iterator[Finding]:
         from uccl_ep_serving.check.machine import present
         from uccl_ep_serving.check.stamp import COMMAND, State
 
-        record = checked(present())
+        try:
+            machine = present()
+        except RuntimeError as error:
+            step = "uccl-ep doctor, and what the driver's own tool says (nvidia-smi, rocm-smi)"
+            yield failed(
+                "GPU check", where, expected="a driver that answers", found=str(error), cause="the driver", step=step
+            )
+            return
+        record = checked(machine)
         if record.state is State.PASSED:
             yield Finding("GPU check", where, record.why)
         else:

@@ -16,6 +16,7 @@ from uccl_ep_serving.check.machine import present
 from uccl_ep_serving.check.stamp import COMMAND, State, directory, look
 from uccl_ep_serving.cli.doctor.findings import Finding, Status, settings_or_defaults
 from uccl_ep_serving.cli.doctor.software import package
+from uccl_ep_serving.cli.warm.tasks import has_gpu_devices
 
 __all__ = ["for_cpus_only", "gpus"]
 
@@ -92,6 +93,9 @@ def for_cpus_only() -> bool:
 
 
 def _no_device(why: str) -> Finding:
+    if has_gpu_devices() and settings_or_defaults().device != "cpu":
+        step = f"a build of torch for this driver, or a driver for this torch{_ON_CPU}"
+        return Finding("cuda", f"none, though a driver has made devices of GPUs: {why}", Status.PROBLEM, step)
     step = "install the driver and the GPU build of torch, if there is a GPU"
     return Finding("cuda", f"none: {why}", Status.NOTE, step)
 

@@ -13,7 +13,7 @@ from uccl_ep_serving.native.cache import cache_directory, read_object
 from uccl_ep_serving.native.groups import Group, load
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
 
-__all__ = ["GROUPS", "Kernels", "Outcome", "Task", "all_groups", "gpu_task", "group_tasks"]
+__all__ = ["GROUPS", "Kernels", "Outcome", "Task", "all_groups", "gpu_task", "group_tasks", "has_gpu_devices"]
 
 #: What is compiled for CPUs, in words.
 GROUPS = "groups of entry points for the CPU"
@@ -133,9 +133,14 @@ def _find_kernels(name: str, kernels: Kernels) -> Outcome:
     return Outcome(tasks=tuple(tasks))
 
 
+def has_gpu_devices() -> bool:
+    """Whether a driver has made the devices of GPUs here. Says so without torch."""
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+
+
 def _no_gpu() -> str:
     """Why there are no kernels to compile for this machine's GPU, "" where there are. Says so without torch."""
-    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
+    if not has_gpu_devices():
         return "this machine has none; --gpu names one"
     import torch
 
