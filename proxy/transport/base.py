@@ -223,6 +223,10 @@ class Watchful(Protocol):
 class Diagnosed(Protocol):
     """An endpoint that can tell which of its devices failed, once a function of its data path has."""
 
+    def look(self) -> None:
+        """Make the data path fail where a device has reported that it does nothing more: its completion queue may just
+        stay empty. Asks the devices; waits for nothing. For any thread, while the endpoint is open."""
+
     def diagnosis(self) -> str:
         """The device that failed and what it said, in words; "" while none has."""
 

@@ -17,7 +17,7 @@ from tests.support.provider.provider_srd_library import SrdNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane.mesh import ControlMesh
 from uccl_ep_serving.data_plane.runtime import Runtime
-from uccl_ep_serving.errors import Evicted, PeerLost, TransportError
+from uccl_ep_serving.errors import Evicted, PeerLost, TransportError, UcclEpError
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.modes.normal_cpu import Normal
 from uccl_ep_serving.native.jit import c_function
@@ -165,6 +165,43 @@ def test_a_nic_that_cannot_be_polled_is_named_on_both_sides(kind: str, monkeypat
     assert "rank 0 is gone" in one
     assert device in one, one
     assert took < 10
+
+
+@pytest.mark.parametrize("kind", ["roce", "efa"])
+def test_a_nic_that_reports_to_be_lost_is_named_long_before_a_deadline(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its completion queue may just stay empty. One of the ranks takes the event: that one's device it is."""
+    network: Any = SrdNetwork(2) if kind == "efa" else MemoryNetwork(2)
+    topology: Any = efa_nics(1) if kind == "efa" else lambda rank: roce_nics(network, rank)
+    met = threading.Barrier(2)
+
+    def body(runtime: Runtime) -> tuple[UcclEpError, float]:
+        normal, inputs = Normal(runtime), normal_cases.Case((8, 8), experts=4).inputs()
+        normal_cases.round_trip(normal, inputs, runtime.rank)
+        met.wait(30)
+        if runtime.rank == 0:
+            network.events.append(8)
+        started = time.monotonic()
+
+        def run_long() -> None:
+            while time.monotonic() < started + 20:
+                normal_cases.round_trip(normal, inputs, runtime.rank)
+
+        with pytest.raises((TransportError, PeerLost)) as caught:
+            run_long()
+        took = time.monotonic() - started
+        met.wait(30)
+        return caught.value, took
+
+    with install(network, monkeypatch, topology, kind) as here:
+        found = run_ranks(network, here, replace(FORCED, transport=kind), body)
+    assert {type(error) for error, _ in found} == {TransportError, PeerLost}, found
+    for error, took in found:
+        assert "the device has reported: device fatal error" in str(error)
+        assert took < 5
+    (lost,) = [rank for rank, (error, _) in enumerate(found) if isinstance(error, TransportError)]
+    assert found[1 - lost][0].peer == lost  # type: ignore[attr-defined]
 
 
 def _cannot_be_polled(queue: int, room: int, entries: int) -> int:

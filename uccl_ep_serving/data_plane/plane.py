@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import time
@@ -21,7 +22,7 @@ from ..protocol.layout import WindowLayout
 from ..proxy.fence import DriverFlush, fence_block
 from ..proxy.service import ProxyService
 from ..proxy.spin import Spin
-from ..proxy.transport.base import DeviceReach
+from ..proxy.transport.base import DeviceReach, Diagnosed
 from ..proxy.transport.select import DIRECT, NIC_TRANSPORTS, Choice
 from .gpu_direct import GpuReach
 from .kernel_space import KernelSpace
@@ -211,6 +212,12 @@ class DataPlane:
         """Send nothing more to ``peer``, where proxies do; ``reason``: FAILURE_* for its transport."""
         if self.service is not None and self.routes.get(peer) not in (None, DIRECT):
             self.service.forget(peer, reason)
+
+    def look_at_devices(self) -> None:
+        """Have proxies fail whose NIC has reported that it does nothing more, instead of waiting for it."""
+        for endpoint in itertools.chain.from_iterable(self.endpoints):
+            if isinstance(endpoint, Diagnosed):
+                endpoint.look()
 
     def drain(self, deadline: float, liveness: Liveness) -> bool:
         """Wait until what this rank has sent is out; writes to ranks that are lost never will be.

@@ -304,9 +304,11 @@ class PlaneWatch:
 
     def _on_tick(self) -> None:
         """Tell the peers which operations this rank has begun. Release kernels on a device that wait for messages of an
-        operation which is none of the peer's, as :meth:`_on_part` does."""
+        operation which is none of the peer's, as :meth:`_on_part` does. Look at the NICs."""
         self._calls.tell()
         plane, (other, _) = self._plane(), self._calls.difference(self.epoch)
+        if plane is not None:
+            plane.look_at_devices()
         if plane is not None and plane.finishes and plane.space is not None and other != -1:
             # rule: control: the host releases kernels that wait for a peer which is in the other mode
             plane.space.fail(ctx.FAILURE_LAYOUT, other)

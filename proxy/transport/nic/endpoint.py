@@ -6,6 +6,7 @@ A transport adds (:mod:`.efa`, :mod:`.roce`) what its queue pairs are, how they 
 from __future__ import annotations
 
 import ctypes
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -23,6 +24,10 @@ from .defaults import choose_gid
 from .window import ACCESS, DeviceOffer, Export, KeyTable, WindowRegion, register_device, register_host
 
 _POST_RECV = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_POLL_CQ = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+#: In the place of the provider's function for a device that does nothing more.
+_POLL_NOTHING = _POLL_CQ(lambda queue, room, entries: -errno.EIO)
+_POLL_LOST = ctypes.cast(_POLL_NOTHING, ctypes.c_void_p).value or 0
 
 
 class RailAddress(msgspec.Struct, frozen=True):
@@ -391,6 +396,12 @@ class NicEndpoint(ABC, Generic[RailT, AddressT, MemoryT]):
         if not status:
             return self._how[peer]
         return f"{self._how[peer]}; {self._where(peer)}{self._explain(status, vendor)}{self._reports(peer)}"
+
+    def look(self) -> None:
+        """See :class:`..base.Diagnosed`."""
+        for index, rail in enumerate(self._rails):
+            if self._state is not None and rail.context.is_lost():
+                self._state.rails[index, words.POLL_CQ] = _POLL_LOST
 
     def diagnosis(self) -> str:
         """See :class:`..base.Diagnosed`."""

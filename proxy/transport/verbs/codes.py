@@ -124,6 +124,9 @@ STATUS_ERRNO = {
 #: Events of every connection's ordinary life: communication established, send queue drained, path migrated.
 HARMLESS_EVENTS = frozenset({4, 5, 6})
 
+#: After these a device does nothing more, also not what it was given: CQ error, device fatal error.
+FATAL_EVENTS = frozenset({0, 8})
+
 _EVENTS = (
     "CQ error",
     "QP fatal error",

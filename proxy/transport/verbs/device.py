@@ -18,6 +18,7 @@ import functools
 import ipaddress
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -163,6 +164,9 @@ class Context(VerbsObject):
         address = library.pointer("ibv_open_device", device, device=name, doing="opening the device")
         super().__init__(library, name, address, "ibv_close_device")
         self._reported: collections.deque[str] = collections.deque(maxlen=_REPORTS)
+        self._lost = False
+        # the thread that reads the control connections asks as well, and the host closes
+        self._asking = threading.Lock()
         self.check(CONTEXT, device=device)
         _open.add(self)
 
@@ -223,20 +227,36 @@ class Context(VerbsObject):
     def reports(self) -> Sequence[str]:
         """What the device has reported of itself so far (a port that went down, a fatal error), in words, the latest
         :data:`_REPORTS`. Asks the device; never waits, never raises."""
-        if self.address:
-            descriptor = CONTEXT.get(self.address, "async_fd")
-            # The call waits for an event otherwise.
-            if 2 < descriptor < 1 << 20:
-                os.set_blocking(descriptor, False)
-            event = Block(ASYNC_EVENT)
-            for _ in range(_REPORTS):
-                if self.library.call("ibv_get_async_event", self.address, event.address) != 0:
-                    break
-                if event["event_type"] not in codes.HARMLESS_EVENTS:
-                    self._reported.append(codes.event_words(event["event_type"]))
-                # Destroying the object that an event is about waits until it is acknowledged.
-                self.library.call("ibv_ack_async_event", event.address)
-        return tuple(self._reported)
+        with self._asking:
+            if self.address:
+                self._take_events()
+            return tuple(self._reported)
+
+    def _take_events(self) -> None:
+        descriptor = CONTEXT.get(self.address, "async_fd")
+        # The call waits for an event otherwise.
+        if 2 < descriptor < 1 << 20:
+            os.set_blocking(descriptor, False)
+        event = Block(ASYNC_EVENT)
+        for _ in range(_REPORTS):
+            if self.library.call("ibv_get_async_event", self.address, event.address) != 0:
+                break
+            kind = event["event_type"]
+            self._lost |= kind in codes.FATAL_EVENTS
+            if kind not in codes.HARMLESS_EVENTS:
+                self._reported.append(codes.event_words(kind))
+            # Destroying the object that an event is about waits until it is acknowledged.
+            self.library.call("ibv_ack_async_event", event.address)
+
+    def is_lost(self) -> bool:
+        """Whether the device has reported that it does nothing more. Asks it, as :meth:`reports` does."""
+        self.reports()
+        return self._lost
+
+    def close(self) -> None:
+        """See :class:`VerbsObject`."""
+        with self._asking:
+            super().close()
 
     def operation(self, name: str) -> int:
         """Address of a data-path function of the provider: ``poll_cq``, ``post_send``, ``post_recv``.
