@@ -256,14 +256,15 @@ def _serve_stream(state: int, index: int) -> int:
 @compiled
 def send_queued(state: int) -> int:
     """Give up to SLICES streams with queued commands a time slice, in order; returns the number of writes posted."""
-    slices = min(peek(state + words.READY_COUNT), SLICES)
+    ready = peek(state + words.READY_COUNT)
+    slices = min(ready, SLICES)
     retries = peek(peek(state + words.COUNTERS) + words.C_RETRIES)
     posted = 0
     for _ in range(slices):
         posted += _serve_stream(state, pop_ready(state))
     # What is refused keeps the others of its peer waiting until the next iteration, which begins with another one: they
-    # may go over other NICs.
-    if peek(peek(state + words.COUNTERS) + words.C_RETRIES) != retries:
+    # may go over other NICs. Where not all were served it does so anyway.
+    if ready == slices and peek(peek(state + words.COUNTERS) + words.C_RETRIES) != retries:
         index = pop_ready(state)
         if index >= 0:
             mark_ready(state, words.send_record(state, index), index)

@@ -15,7 +15,7 @@ from ...native.atomics import copy, peek, peek32, poke, zero
 from ...native.failure import set_failure
 from ...native.jit import compiled
 from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PENDING, STATUS_PROTOCOL
-from ...protocol.message import HEADER_BYTES, MOST_ROWS, NormalNotify
+from ...protocol.message import HEADER_BYTES, MOST_TOKENS, NormalNotify
 from ...protocol.streams import NORMAL_NOTIFY
 from ..blocks import normal as block
 from .context import (
@@ -311,10 +311,10 @@ def _take(context: int, operation: int, peers: int, peer: int) -> int:
             set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, rail, get(state, block.RAIL_RECV))
             return STATUS_PROTOCOL
         return STATUS_OK
-    if rows < 0 or rows > MOST_ROWS:
-        set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, rows, MOST_ROWS)
+    if rows < 0 or rows > MOST_TOKENS:
+        set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, rows, MOST_TOKENS)
         return STATUS_PROTOCOL
-    most_rail = MOST_ROWS if is_rail(operation, own_rank(context), peer) else 0
+    most_rail = MOST_TOKENS if is_rail(operation, own_rank(context), peer) else 0
     if rail < 0 or rail > most_rail:
         set_failure(error, FAILURE_PROTOCOL, peer, NORMAL_NOTIFY, rail, most_rail)
         return STATUS_PROTOCOL

@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from rich.console import Console
@@ -16,7 +17,7 @@ from uccl_ep_serving.check.faults import Fault, Wrong
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.preflight import report
 from uccl_ep_serving.preflight.facts import Facts
-from uccl_ep_serving.preflight.job import Finding, Job, of_torchrun
+from uccl_ep_serving.preflight.job import Finding, Job, of_torchrun, skew
 from uccl_ep_serving.preflight.meeting import _reach, meet
 from uccl_ep_serving.preflight.names import Names, gather_names, unreachable
 from uccl_ep_serving.preflight.outcome import Outcome
@@ -79,12 +80,14 @@ class TestMeeting:
         assert asked == ["pod-0.pods"] * 3
 
     def test_a_node_that_checks_its_gpus_first_is_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr("uccl_ep_serving.preflight.meeting.most_seconds", lambda: 1.0)
-        begun = time.monotonic()
+        monkeypatch.setattr("uccl_ep_serving.preflight.job.has_gpu_devices", lambda: True)
+        monkeypatch.setattr("uccl_ep_serving.preflight.job.most_seconds", lambda: 1.0)
+        job, begun = Job(2, 0, 1, 0, "127.0.0.1", _free(), 1.0), time.monotonic()
         with pytest.raises(Wrong):
-            meet(Job(2, 0, 1, 0, "127.0.0.1", _free(), 1.0))
+            meet(job)
         assert time.monotonic() - begun > 1.5
+        # nobody checks anything else while ranks of one node meet
+        assert skew(msgspec.structs.replace(job, nodes=1)) == 0.0
 
     def test_a_node_that_does_not_come_is_named(self) -> None:
         with pytest.raises(Wrong) as caught:

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Machine", "environment_of_a_check", "present"]
+__all__ = ["Machine", "environment_of_a_check", "has_gpu_devices", "present"]
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 #: What the kernels, and what they share with the host, are made of.
@@ -65,6 +65,11 @@ class Machine(NamedTuple):
             if before != now:
                 found.append(f"{words} {before}, here is {now}")
         return found
+
+
+def has_gpu_devices() -> bool:
+    """Whether a driver has made devices of GPUs here, also of those that do not compute. Asks no driver."""
+    return any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
 
 
 def present() -> Machine:

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..check.faults import Fault
+from ..check.gate import most_seconds
+from ..check.machine import has_gpu_devices
 
-__all__ = ["PORT", "Finding", "Job", "Place", "failed", "of_torchrun"]
+__all__ = ["PORT", "Finding", "Job", "Place", "failed", "of_torchrun", "skew"]
 
 #: Where the nodes of a check meet, unless somebody says otherwise.
 PORT = 29555
@@ -70,6 +72,11 @@ class Finding(msgspec.Struct, frozen=True):
 def failed(part: str, where: str, *, expected: str, found: str, cause: str, step: str) -> Finding:
     """A finding that stands in the way of a job, in the words of its fault."""
     return Finding(part, where, fault=Fault(where, expected, found, cause, step))
+
+
+def skew(job: Job) -> float:
+    """Seconds that ranks may come later than others: the first of a node without a record checks its GPUs before."""
+    return most_seconds() if (job.nodes > 1 or job.served) and has_gpu_devices() else 0.0
 
 
 def of_torchrun(environment: Mapping[str, str], seconds: float, doctor: Sequence[Finding] = ()) -> Job | None:

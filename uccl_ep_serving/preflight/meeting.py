@@ -9,14 +9,12 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ..check.faults import Wrong
-from ..check.gate import most_seconds
 from ..control_plane.bootstrap import StoreExchange
-from .job import Job, Place
+from .job import Job, Place, skew
 
 __all__ = ["Meeting", "meet"]
 
@@ -60,8 +58,7 @@ def meet(job: Job, say: Callable[[str], None] = lambda words: None) -> Meeting:
     Raises:
         Wrong: with the name of what stands in the way.
     """
-    # a node without a record checks its GPUs first
-    deadline = time.monotonic() + min(job.seconds * _SHARE, _LONGEST) + most_seconds() * bool(torch.cuda.device_count())
+    deadline = time.monotonic() + min(job.seconds * _SHARE, _LONGEST) + skew(job)
     opens = job.node == job.local == 0 and not job.served
     where = f"node {job.node} to the master, {job.master} port {job.port}"
     if not opens:

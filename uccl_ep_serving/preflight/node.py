@@ -15,7 +15,7 @@ from typing import IO
 import msgspec
 
 from ..check import faults
-from .job import Finding, Job
+from .job import Finding, Job, skew
 from .outcome import Outcome
 
 __all__ = ["run_node"]
@@ -28,7 +28,7 @@ _LAST_WORDS = 400
 
 def run_node(jobs: Sequence[Job], say: Callable[[str], None]) -> Outcome:
     """What the ranks of ``jobs``, those of this node, have found together. A rank that ends or hangs is a finding."""
-    deadline = time.monotonic() + jobs[0].seconds + _START_SECONDS
+    deadline = time.monotonic() + jobs[0].seconds + skew(jobs[0]) + _START_SECONDS
     outcomes: dict[int, Outcome] = {}
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())

@@ -12,11 +12,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from uccl_ep_serving.check.machine import present
+from uccl_ep_serving.check.machine import has_gpu_devices, present
 from uccl_ep_serving.check.stamp import COMMAND, State, directory, look
 from uccl_ep_serving.cli.doctor.findings import Finding, Status, settings_or_defaults
 from uccl_ep_serving.cli.doctor.software import package
-from uccl_ep_serving.cli.warm.tasks import has_gpu_devices
 
 __all__ = ["for_cpus_only", "gpus"]
 
@@ -33,14 +32,15 @@ def gpus() -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
         return
     if for_cpus_only():
-        yield _no_device("torch is a CPU build")
+        yield _no_device("torch is a CPU build", for_gpus=False)
         return
     import torch
 
     if not torch.cuda.is_available():
         built = (("ROCm", torch.version.hip), ("CUDA", torch.version.cuda))
         kind = next((f"{name} {version}" for name, version in built if version), "")
-        yield _no_device(f"torch is built for {kind} but finds no device" if kind else "torch is a CPU build")
+        why = f"torch is built for {kind} but finds no device" if kind else "torch is a CPU build"
+        yield _no_device(why, for_gpus=bool(kind))
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
@@ -92,8 +92,10 @@ def for_cpus_only() -> bool:
         return False  # not known without torch
 
 
-def _no_device(why: str) -> Finding:
-    if has_gpu_devices() and settings_or_defaults().device != "cpu":
+def _no_device(why: str, *, for_gpus: bool) -> Finding:
+    """``for_gpus``: torch is built for some. Graphics that do not compute have devices too, but NVIDIA's."""
+    meant = has_gpu_devices() if for_gpus else os.path.exists("/dev/nvidiactl")
+    if meant and settings_or_defaults().device != "cpu":
         step = f"a build of torch for this driver, or a driver for this torch{_ON_CPU}"
         return Finding("cuda", f"none, though a driver has made devices of GPUs: {why}", Status.PROBLEM, step)
     step = "install the driver and the GPU build of torch, if there is a GPU"

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from uccl_ep_serving.check.machine import has_gpu_devices
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.native.cache import cache_directory, read_object
 from uccl_ep_serving.native.groups import Group, load
 from uccl_ep_serving.protocol.layout import LowLatencyPlan
 
-__all__ = ["GROUPS", "Kernels", "Outcome", "Task", "all_groups", "gpu_task", "group_tasks", "has_gpu_devices"]
+__all__ = ["GROUPS", "Kernels", "Outcome", "Task", "all_groups", "gpu_task", "group_tasks"]
 
 #: What is compiled for CPUs, in words.
 GROUPS = "groups of entry points for the CPU"
@@ -131,11 +132,6 @@ def _find_kernels(name: str, kernels: Kernels) -> Outcome:
         for place, kernel in enumerate(found)
     )
     return Outcome(tasks=tuple(tasks))
-
-
-def has_gpu_devices() -> bool:
-    """Whether a driver has made the devices of GPUs here. Says so without torch."""
-    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
 
 
 def _no_gpu() -> str:
