@@ -17,21 +17,22 @@ pytestmark = pytest.mark.engine
 InEngine = Callable[..., Any]
 
 
-def engine_rounded(backend: str, hidden: int) -> int:
+def engine_rounded(backend: str, hidden: int, **given: Any) -> int:
     import torch
     from vllm.model_executor.layers.fused_moe import all2all_utils
 
     from uccl_ep_serving.engines.vllm import layer_hooks
 
     layer_hooks.activate()
-    parallel = SimpleNamespace(
-        all2all_backend=backend,
-        use_all2all_kernels=True,
-        use_deepep_ht_kernels=False,
-        use_deepep_ll_kernels=False,
-        use_deepep_v2_kernels=False,
-        use_nixl_ep_kernels=False,
-    )
+    fields = {
+        "all2all_backend": backend,
+        "use_all2all_kernels": True,
+        "use_deepep_ht_kernels": False,
+        "use_deepep_ll_kernels": False,
+        "use_deepep_v2_kernels": False,
+        "use_nixl_ep_kernels": False,
+    }
+    parallel = SimpleNamespace(**fields | given)
     return all2all_utils.maybe_roundup_layer_hidden_size(hidden, torch.bfloat16, parallel)
 
 
@@ -145,23 +146,8 @@ def test_experts_get_whole_tiles_of_rows(in_engine: InEngine, tokens: int, room:
 
 def engine_without_experts(backend: str) -> str:
     """What a layer says whose data-parallel ranks have all experts each."""
-    from vllm.model_executor.layers.fused_moe import all2all_utils
-
-    from uccl_ep_serving.engines.vllm import layer_hooks
-
-    layer_hooks.activate()
-    parallel = SimpleNamespace(
-        all2all_backend=backend,
-        use_all2all_kernels=False,
-        use_deepep_ht_kernels=False,
-        use_deepep_ll_kernels=False,
-        use_deepep_v2_kernels=False,
-        use_nixl_ep_kernels=False,
-        dp_size=2,
-        use_ep=False,
-    )
     try:
-        all2all_utils.maybe_roundup_layer_hidden_size(256, None, parallel)
+        engine_rounded(backend, 256, use_all2all_kernels=False, dp_size=2, use_ep=False)
     except ConfigError as error:
         return str(error)
     return ""

@@ -122,9 +122,7 @@ def test_memory_is_kept_for_no_stream_that_the_current_one_waits_for(device: typ
     assert set(tensor.streams) == {device.current}
 
 
-def test_who_asks_for_the_combine_buffer_again_waits_for_the_combine_that_reads_it(
-    device: type[Device], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_asks_for_the_combine_buffer_again_waits_for_the_combine_that_reads_it(device: type[Device]) -> None:
     buffer = OneBuffer()
     buffer.session._gpu.memory = SimpleNamespace(device="cpu")  # type: ignore[misc, assignment]
     buffer.runtime.before_unmapping = lambda act: None

@@ -29,6 +29,8 @@ _TRITON = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 _DRIVER_SECONDS = 60.0
 _MODULE, _PROC = Path("/sys/module"), Path("/proc/driver/nvidia/version")
 _KFD = Path("/sys/class/kfd/kfd/topology/nodes")
+#: Of NVIDIA's driver; of AMD's and WSL's, which integrated graphics have as well.
+_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 #: ``CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`` and ``_MINOR``.
 _MAJOR, _MINOR = 75, 76
 
@@ -67,9 +69,13 @@ class Machine(NamedTuple):
         return found
 
 
-def has_gpu_devices() -> bool:
-    """Whether a driver has made devices of GPUs here, also of those that do not compute. Asks no driver."""
-    return any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+def has_gpu_devices(*, that_compute: bool = False) -> bool:
+    """Whether a driver has made devices of GPUs here. Asks no driver.
+
+    Args:
+        that_compute: only those that no GPU has which is for graphics alone.
+    """
+    return any(os.path.exists(device) for device in _DEVICES[: 1 if that_compute else None])
 
 
 def present() -> Machine:

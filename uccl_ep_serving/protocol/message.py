@@ -50,7 +50,7 @@ __all__ = [
     "PAIRS_SHIFT",
     "PLACE_SHIFT",
     "SCALE_BLOCK",
-    "STAMP_ROWS_BITS",
+    "STAMP_SHIFT",
     "LowLatencyHeader",
     "NormalGrant",
     "NormalNotify",
@@ -80,11 +80,11 @@ CHANNEL_ROWS_BYTES = 2 * 4 * NORMAL_CHANNELS
 META_LINE = 128
 #: A chunk of normal mode below this size costs more in latency than it gains by being striped over channels.
 LEAST_CHUNK_BYTES = 64 << 10
-#: Bits of a number of rows that stands below an operation's number. What is left for the number lasts for 2**39
+#: In a stamp: rows in so many lower bits, an operation's number above. What is left for the number lasts for 2**39
 #: operations: years, at 3,500 a second (58 layers, 30 steps).
-STAMP_ROWS_BITS = 24
+STAMP_SHIFT = 24
 #: Tokens of a rank in a dispatch of normal mode, which no such number of rows exceeds.
-MOST_TOKENS = (1 << STAMP_ROWS_BITS) - 2
+MOST_TOKENS = (1 << STAMP_SHIFT) - 2
 
 DTYPE_BF16 = 0
 DTYPE_F16 = 1

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .message import MOST_TOKENS, STAMP_ROWS_BITS
+from .message import MOST_TOKENS, STAMP_SHIFT
 from .streams import NORMAL_CHANNELS
 
 if TYPE_CHECKING:
@@ -48,8 +48,6 @@ __all__ = [
 ]
 
 ARRIVED, FREED = range(2)
-#: The number stands above the rows.
-STAMP_SHIFT = STAMP_ROWS_BITS
 #: More rows than there are.
 EVERYTHING = MOST_TOKENS + 1
 #: Rings begin at multiples of so many bytes.

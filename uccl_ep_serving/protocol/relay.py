@@ -28,7 +28,7 @@ announces, and loaded with acquire.
 
 from __future__ import annotations
 
-from .message import MOST_TOKENS, STAMP_ROWS_BITS
+from .message import MOST_TOKENS, STAMP_SHIFT
 
 __all__ = [
     "ARRIVED",
@@ -53,7 +53,5 @@ TAKEN, OFFERED, FREED = range(3)
 BOARD_BYTES = 128
 LINE_BYTES = 64
 
-#: The number stands above the rows.
-STAMP_SHIFT = STAMP_ROWS_BITS
 #: Rows of a stamp that asks for nothing more.
 EVERYTHING = MOST_TOKENS + 1

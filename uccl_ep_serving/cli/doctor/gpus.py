@@ -93,9 +93,8 @@ def for_cpus_only() -> bool:
 
 
 def _no_device(why: str, *, for_gpus: bool) -> Finding:
-    """``for_gpus``: torch is built for some. Graphics that do not compute have devices too, but NVIDIA's."""
-    meant = has_gpu_devices() if for_gpus else os.path.exists("/dev/nvidiactl")
-    if meant and settings_or_defaults().device != "cpu":
+    """``for_gpus``: torch is built for some, so those that are here are meant to be used."""
+    if has_gpu_devices(that_compute=not for_gpus) and settings_or_defaults().device != "cpu":
         step = f"a build of torch for this driver, or a driver for this torch{_ON_CPU}"
         return Finding("cuda", f"none, though a driver has made devices of GPUs: {why}", Status.PROBLEM, step)
     step = "install the driver and the GPU build of torch, if there is a GPU"

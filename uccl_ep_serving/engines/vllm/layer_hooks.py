@@ -51,14 +51,12 @@ def activate() -> None:
         replacement = _unless_ours(original, hook)
         setattr(owner, name, replacement)
         _rebind(name, original, replacement)
-    owner, name, original = find(workspace)
-    if not hooked(workspace):
-        from uccl_ep_serving.engines.vllm.workspace import growing
+    from uccl_ep_serving.engines.vllm.workspace import growing
 
-        setattr(owner, name, growing(original))
-    owner, name, original = find(execute)
-    if not hooked(execute):
-        setattr(owner, name, _checked(original))
+    for target, wrapped in ((workspace, growing), (execute, _checked)):
+        owner, name, original = find(target)
+        if not hooked(target):
+            setattr(owner, name, wrapped(original))
     for name in _OF_WORKER:
         if not is_hook(vars(owner).get(name)):
             setattr(owner, name, _checked(vars(owner).get(name) or _forwarded(name)))
