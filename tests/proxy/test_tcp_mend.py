@@ -142,6 +142,25 @@ class TestNothingIsLost:
             assert in_order(traffic)
             assert sum(wire.connections for wire in wires) > CONNECTIONS
 
+    @pytest.mark.parametrize("byte", [4, frame.FRAME_TARGET, frame.FRAME_LENGTH, frame.FRAME_LENGTH + 4])
+    def test_a_changed_header_that_is_sealed(self, byte: int) -> None:
+        """Each of its fields, so that it could be another write of the same peer."""
+        changed: list[bytes] = []
+
+        def alter(data: bytes) -> bytes:
+            if changed or not data.startswith(frame.FRAME_MAGIC.to_bytes(4, "little")):
+                return data
+            changed.append(data)
+            return data[:byte] + bytes([data[byte] ^ 1]) + data[byte + 1 :]
+
+        with wired(2, 1 << 20, SEALED, alter) as (group, wires):
+            traffic = plan(group, 20, 4 << 10)
+            traffic.run()
+            traffic.settle()
+            assert in_order(traffic)
+            assert changed
+            assert sum(wire.connections for wire in wires) > CONNECTIONS
+
     def test_a_connection_that_was_mended_long_ago_is_mended_again(self) -> None:
         with wired() as (group, (relay, _)):
             for number in range(3):

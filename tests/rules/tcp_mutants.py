@@ -33,7 +33,7 @@ TCP_MUTANTS = Rules(
         ),
         "nothing of a header is believed before its MAC is checked": Mutant(
             NEVER,
-            _MEND + "TestNothingIsLost::test_a_garbled_wire_that_is_sealed",
+            _MEND + "TestNothingIsLost::test_a_changed_header_that_is_sealed",
         ),
         "no byte of a payload reaches the window before its MAC is checked": Mutant(
             NEVER,

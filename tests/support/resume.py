@@ -24,10 +24,18 @@ __all__ = ["Note", "Resume", "add_option", "left", "notes", "sources"]
 
 #: What a test that may take hours does not depend on.
 _BESIDE = (":!docs", ":!*.md", ":!benchmarks/results")
-#: By the name of a run, what its tests load nothing of either (tests/project/test_resume.py): what is built on the
-#: Buffer, and what calls the tests.
-NOT_LOADED = {"test-model": ("check", "compare", "demo", "engines", "preflight")}
-_CALLERS = (":!.ci", ":!Makefile", ":!scripts", ":!examples", ":!tests/project")
+#: By the name of a run, the folders that its tests load nothing of either (tests/project/test_resume.py): what is built
+#: on the Buffer, the NICs, the tests of other parts, and what calls them.
+NOT_LOADED = {
+    "test-model": (
+        *(f"uccl_ep_serving/{one}" for one in ("check", "cli", "compare", "demo", "engines", "preflight")),
+        *("proxy/transport/nic", "proxy/transport/verbs"),
+        *("tests/chaos", "tests/check", "tests/cli", "tests/compare", "tests/control_plane", "tests/data_plane"),
+        *("tests/demo", "tests/engines", "tests/fuzz", "tests/modes", "tests/mutants", "tests/native"),
+        *("tests/preflight", "tests/project", "tests/protocol", "tests/proxy", "tests/rdma", "tests/soak"),
+        *("tests/system", "tests/traffic", ".ci", "scripts", "examples", "Makefile"),
+    )
+}
 
 #: Beside the notes, a node id a line: what the runs have collected, and what they have skipped.
 _WANTED, _SKIPPED = ".wanted", ".skipped"
@@ -54,9 +62,7 @@ def add_option(parser: pytest.Parser) -> None:
 def sources(name: str = "") -> str:
     """Which sources a run of this name has, whatever documents and results stand beside them; "" for those that no
     commit holds."""
-    beside = [*_BESIDE]
-    if name in NOT_LOADED:
-        beside += [*_CALLERS, *(f":!{root}/{one}" for root in ("tests", "uccl_ep_serving") for one in NOT_LOADED[name])]
+    beside = [*_BESIDE, *(f":!{path}" for path in NOT_LOADED.get(name, ()))]
 
     def said(*words: str) -> bytes:
         command = ["git", *words, "--", ".", *beside]
