@@ -56,10 +56,10 @@ def test_the_doctor_asks_torch_only_where_it_may_find_a_gpu(tmp_path: Path) -> N
 
 #: The ranks of a command are not started.
 ALONE = """
-from uccl_ep_serving.cli import bench, compare
+from uccl_ep_serving.cli import ranks
 from uccl_ep_serving.preflight import report
 from uccl_ep_serving.preflight.outcome import Outcome
-bench.run_ranks = compare.run_ranks = lambda *_: None
+ranks.run_ranks = lambda *_: None
 report.run_node = lambda *_: Outcome([])
 """
 

@@ -17,24 +17,14 @@ import typer
 from rich.console import Console
 
 from uccl_ep_serving.bench.card import PATHS, Card
-from uccl_ep_serving.bench.launch import (
-    RankFailed,
-    die_with_parent,
-    launched_by,
-    mpi_launcher,
-    mpi_missing,
-    prepare_rank,
-    run_ranks,
-)
+from uccl_ep_serving.bench.launch import RankFailed, launched_by, prepare_rank
 from uccl_ep_serving.bench.report import plot, require_matplotlib, tables
+from uccl_ep_serving.cli.ranks import run_as_rank, start_ranks
 from uccl_ep_serving.errors import ConfigError, UcclEpError
 
 __all__ = ["app", "rank_main", "run_standalone"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-#: Handed to the ranks that run_standalone starts: card, outputs and parent as JSON, an argument rather than a file.
-_RANK_PROGRAM = "from uccl_ep_serving.cli.bench import rank_main; import sys; sys.exit(rank_main(sys.argv[1]))"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -66,27 +56,19 @@ def _run_rank(card: Card, json_file: str, plot_file: str, timeout: float) -> Non
         dist.destroy_process_group()
 
 
-def rank_main(job: str) -> int:
-    """Body of a rank that :func:`run_standalone` started; ``job`` is its JSON. Returns the exit status."""
-    given = json.loads(job)
-    launcher, rank, size = launched_by(os.environ)
-    if launcher == "torchrun":
-        # under mpirun the parent is mpirun's own daemon, which ends its processes
-        die_with_parent(given["parent"])
-    prepare_rank(rank, size)
-    try:
-        _run_rank(Card.from_mapping(given["card"]), given["json"], given["plot"], given["timeout"])
-    except (UcclEpError, AssertionError) as error:
-        print(f"bench: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
+def rank_main(told: str) -> int:
+    """Body of a rank that :func:`run_standalone` started; ``told`` is its JSON. Returns the exit status."""
+
+    def run(job: dict[str, Any]) -> None:
+        _run_rank(Card.from_mapping(job["card"]), job["json"], job["plot"], job["timeout"])
+
+    return run_as_rank("bench", told, run)
 
 
 def run_standalone(card: Card, json_file: str = "", plot_file: str = "", timeout: float = 600.0) -> None:
     """Start the ranks of ``card`` on this host and wait for them. Raises RankFailed."""
-    mpirun = mpi_launcher() if "mpi" in card.against and not mpi_missing() else ""
-    job = {"card": card.as_dict(), "json": json_file, "plot": plot_file, "timeout": timeout, "parent": os.getpid()}
-    run_ranks([sys.executable, "-c", _RANK_PROGRAM, json.dumps(job)], card.ranks, timeout, mpirun)
+    job = {"card": card.as_dict(), "json": json_file, "plot": plot_file, "timeout": timeout}
+    start_ranks("bench", job, card.ranks, timeout, mpi="mpi" in card.against)
 
 
 @app.command()

@@ -7,7 +7,6 @@ launch makes the next start. Exit status: 0, 1 when data was wrong or a start fa
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from datetime import timedelta
@@ -19,16 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from uccl_ep_serving.bench.card import Card
-from uccl_ep_serving.bench.launch import (
-    RankFailed,
-    die_with_parent,
-    launched_by,
-    mpi_launcher,
-    mpi_missing,
-    prepare_rank,
-    run_ranks,
-)
+from uccl_ep_serving.bench.launch import RankFailed, launched_by, prepare_rank
 from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.cli.ranks import run_as_rank, start_ranks
 from uccl_ep_serving.compare.directory import missing_starts, open_directory, read_starts, start_file, write_json
 from uccl_ep_serving.compare.names import BACKENDS
 from uccl_ep_serving.compare.plan import Plan, given
@@ -37,9 +29,6 @@ from uccl_ep_serving.errors import ConfigError, UcclEpError
 __all__ = ["app", "rank_main", "run_standalone"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-#: Handed to the ranks that run_standalone starts: plan, start, directory and parent as JSON, an argument.
-_RANK_PROGRAM = "from uccl_ep_serving.cli.compare import rank_main; import sys; sys.exit(rank_main(sys.argv[1]))"
 
 
 class _Bar:
@@ -113,35 +102,21 @@ def _next_start(plan: Plan, directory: Path, held: contextlib.ExitStack) -> int:
     return int(told[0])
 
 
-def rank_main(job: str) -> int:
-    """Body of a rank that :func:`run_standalone` started; ``job`` is its JSON. Returns the exit status."""
-    given = json.loads(job)
-    launcher, rank, size = launched_by(os.environ)
-    if launcher == "torchrun":
-        # under mpirun the parent is mpirun's own daemon, which ends its processes
-        die_with_parent(given["parent"])
-    prepare_rank(rank, size)
-    try:
-        _run_rank(Plan.from_mapping(given["plan"]), given["start"], Path(given["directory"]), given["timeout"])
-    except (UcclEpError, AssertionError) as error:
-        print(f"compare: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
+def rank_main(told: str) -> int:
+    """Body of a rank that :func:`run_standalone` started; ``told`` is its JSON. Returns the exit status."""
+
+    def run(job: dict[str, Any]) -> None:
+        _run_rank(Plan.from_mapping(job["plan"]), job["start"], Path(job["directory"]), job["timeout"])
+
+    return run_as_rank("compare", told, run)
 
 
 def run_standalone(plan: Plan, directory: Path, timeout: float = 600.0) -> None:
     """Make the missing starts of ``plan`` on this host, one after another. Raises RankFailed, ConfigError."""
-    mpirun = mpi_launcher() if "mpi" in plan.backends and not mpi_missing() else ""
     with open_directory(directory, plan, describe()):
         for number in missing_starts(directory, plan):
-            job = {
-                "plan": plan.as_dict(),
-                "start": number,
-                "directory": str(directory),
-                "timeout": timeout,
-                "parent": os.getpid(),
-            }
-            run_ranks([sys.executable, "-c", _RANK_PROGRAM, json.dumps(job)], plan.card.ranks, timeout, mpirun)
+            job = {"plan": plan.as_dict(), "start": number, "directory": str(directory), "timeout": timeout}
+            start_ranks("compare", job, plan.card.ranks, timeout, mpi="mpi" in plan.backends)
 
 
 def _report(plan: Plan, directory: Path) -> bool:
