@@ -217,6 +217,7 @@ class Settings:
     secret_file: str = ""
     nics: str = ""
     nic_gid_index: int = -1
+    nic_pkey_index: int = 0
     nic_traffic_class: int = -1
     nic_service_level: int = -1
     nic_timeout: int = 20
@@ -467,6 +468,14 @@ SETTINGS: tuple[Variable, ...] = (
         False,
         "index of the GID of RoCE NICs, else NCCL_IB_GID_INDEX; -1: the first routable RoCE v2 entry",
         fallback="NCCL_IB_GID_INDEX",
+        group="nic",
+    ),
+    Variable(
+        "nic_pkey_index",
+        _integer(0, 65535),
+        False,
+        "index of the partition key among those of the port, else NCCL_IB_PKEY",
+        fallback="NCCL_IB_PKEY",
         group="nic",
     ),
     Variable(

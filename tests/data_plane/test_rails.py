@@ -115,6 +115,23 @@ def test_a_slow_port_as_near_as_a_fast_one_is_no_rail(tmp_path: Path) -> None:
     assert reasons(rails)["slow"] == "25 Gb/s: less than half of fast"
 
 
+def test_rails_are_of_one_network(tmp_path: Path) -> None:
+    """A virtual machine that shows no distances, with an Ethernet port beside the InfiniBand ones."""
+    buses = [f"pci0000:{bus:02x}/{bus:02x}:01.0/{bus + 1:02x}:00.0" for bus in range(16, 16 + 10 * 2, 2)]
+    nics = [(f"mlx5_{index}", 200, "InfiniBand") for index in range(8)]
+    nics.insert(0, ("mlx5_an", 200, "Ethernet"))
+    lines = [f"{buses[0]} gpu nvidia numa=0"]
+    lines += [
+        f"{bus} nic {name} driver=mlx5_core numa=0 rate={rate} link={link}"
+        for bus, (name, rate, link) in zip(buses[1:], nics, strict=True)
+    ]
+    found = topology("\n".join(lines), tmp_path)
+    rails = choose_rails(found, "roce", gpu=found.gpus[0].address)
+    assert [nic.name for nic in rails.nics] == [f"mlx5_{index}" for index in range(8)]
+    assert reasons(rails)["mlx5_an"] == "Ethernet: the network of the rails is InfiniBand, that of mlx5_0"
+    assert rails_of_all(found, "roce", "=mlx5_an") == [["mlx5_an"]]
+
+
 @pytest.mark.parametrize(("ranks", "each"), [(1, 16), (2, 8), (8, 2), (5, 3), (32, 1)])
 def test_ranks_without_a_gpu_share_all_nics_evenly(ranks: int, each: int, tmp_path: Path) -> None:
     found = machine("p5en", tmp_path)

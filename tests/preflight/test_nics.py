@@ -8,6 +8,7 @@ import errno
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,6 +196,17 @@ class TestBroken:
             outcome = check(network, here)
         (swapped,) = [one.note for one in lines(outcome, "NICs")]
         assert swapped.startswith("swapped rails: rail 0 of node 0 is on 10.1.0.0/24, of node 1 on 10.2.0.0/24. Next")
+
+    @pytest.mark.parametrize(
+        ("address", "mask", "network_is"),
+        [("10.1.0.7", "255.255.0.0", "10.1.0.0/16"), ("fd00::7", "ffff:ffff:ffff:ffff::", "fd00::/64"), ("", "", "")],
+    )
+    def test_the_network_of_an_address(
+        self, address: str, mask: str, network_is: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        there = {"eth0": [SimpleNamespace(address=address, netmask=mask)]}
+        monkeypatch.setattr(facts.psutil, "net_if_addrs", lambda: there)
+        assert facts.network_of(address, "mem0") == network_is
 
     def test_memory_that_may_not_be_pinned(self, network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch) -> None:
         network.refuse["ibv_reg_mr"] = errno.ENOMEM

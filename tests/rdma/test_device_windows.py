@@ -164,8 +164,32 @@ def test_no_write_into_device_memory_may_pass_another(pair: Pair) -> None:
         pair.offer(1)
         assert asked
         assert not any(asked)
-        nic_window.register_host(pair.endpoints[0]._rails[0].pd, pair.windows[0].ctypes.data, HOST_BYTES).close()
+        nic_window.register_host(pair.endpoints[0]._rails[0].pd, pair.windows[0].ctypes.data, HOST_BYTES, 0).close()
         assert asked[-1] == relaxed
+
+
+@pytest.mark.parametrize("kind", ["roce", "efa"])
+@pytest.mark.parametrize("says", [True, False], ids=["the NIC says so", "of ordinary pages"])
+def test_a_long_host_window_is_registered_in_chunks(kind: str, says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that begins at the end of one lies whole in it; both ends look up the key of its place."""
+    monkeypatch.setattr(nic_window, "CHUNK_SHIFT", 14)
+    if says:
+        network_of = MemoryNetwork._query_device
+
+        def query(self: Any, index: int, context: int, found: int) -> int:
+            self.traits[index].max_mr_size = HOST_BYTES - 1
+            return network_of(self, index, context, found)
+
+        monkeypatch.setattr(MemoryNetwork, "_query_device", query)
+    else:
+        monkeypatch.setattr(nic_window, "WHOLE_BYTES", HOST_BYTES - 1)
+    with _connected(Pair(kind)) as pair:
+        assert [len(rail.region.regions) for one in pair.endpoints for rail in one._rails] == [HOST_BYTES >> 14] * 4
+        pair.windows[0][:] = np.arange(HOST_BYTES, dtype=np.uint32).astype(np.uint8)
+        for source, target in (((1 << 14) - 16, (3 << 14) - 16), (5 << 14, (2 << 14) - 16)):
+            pair.write(source, target, 40000)
+            assert np.array_equal(pair.windows[1][target : target + 40000], pair.windows[0][source : source + 40000])
+        pair.write(0, HOST_BYTES, 0)
 
 
 def test_a_host_window_that_is_let_go_is_registered_no_more(pair: Pair) -> None:

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from uccl_ep_serving.errors import ConfigError, TransportError
-from uccl_ep_serving.proxy.transport.nic.defaults import FAMILIES, Family, choose_gid, family_of
+from uccl_ep_serving.proxy.transport.nic.defaults import FAMILIES, Family, choose_gid, family_of, route
 from uccl_ep_serving.proxy.transport.verbs.codes import (
     GID_TYPE_IB,
     GID_TYPE_ROCE_V1,
@@ -16,8 +16,9 @@ from uccl_ep_serving.proxy.transport.verbs.codes import (
     LINK_ETHERNET,
     LINK_INFINIBAND,
     LINK_UNSPECIFIED,
+    PORT_ACTIVE,
 )
-from uccl_ep_serving.proxy.transport.verbs.device import Gid
+from uccl_ep_serving.proxy.transport.verbs.device import Gid, Port
 
 V1, V2 = GID_TYPE_ROCE_V1, GID_TYPE_ROCE_V2
 
@@ -75,6 +76,36 @@ def test_other_links_take_the_first_entry(link: int) -> None:
     assert choose_gid(gids, link)[0] is gids[0]
     with pytest.raises(TransportError, match="is it active"):
         choose_gid([], link)
+
+
+def test_an_index_that_is_meant_for_others_is_none_of_infiniband() -> None:
+    """NCCL_IB_GID_INDEX of a cluster's RoCE NICs, which NCCL does not look at either."""
+    gids = table((0, GID_TYPE_IB, "fe80::1"), (1, GID_TYPE_IB, "fec0::1"))
+    assert choose_gid(gids[:1], LINK_INFINIBAND, index=3)[0] is gids[0]
+    assert choose_gid(gids, LINK_INFINIBAND, index=1)[0] is gids[1]
+
+
+def raw(text: str) -> bytes:
+    return ipaddress.IPv6Address(text).packed
+
+
+@pytest.mark.parametrize(
+    ("link", "needs", "own", "there", "expected"),
+    [
+        (LINK_ETHERNET, False, "::ffff:10.0.0.1", "::ffff:10.1.0.1", (True, 9)),
+        (LINK_INFINIBAND, False, "fe80::1", "fe80::2", (False, 9)),
+        (LINK_INFINIBAND, True, "fe80::1", "fe80::2", (True, 9)),
+        (LINK_INFINIBAND, False, "fe80:0:21:1::1", "fe80:0:22:1::2", (False, 9)),
+        (LINK_INFINIBAND, False, "fe80:0:21:1::1", "fe80:0:22:2::2", (True, 0x22)),
+        (LINK_INFINIBAND, False, "fe80::1", "fec0::2", (True, 9)),
+    ],
+    ids=["RoCE", "one subnet", "the port asks for it", "one subnet with routers", "over a router", "without its LID"],
+)
+def test_packets_have_the_global_header_where_they_need_it(
+    link: int, needs: bool, own: str, there: str, expected: tuple[bool, int]
+) -> None:
+    port = Port(1, link, PORT_ACTIVE, mtu=5, lid=4, max_message=1 << 30, needs_route=needs)
+    assert route(port, raw(own), raw(there), 9) == expected
 
 
 def test_families_are_told_by_vendor() -> None:

@@ -495,3 +495,26 @@ class TestControlPath:
             ends[0].connect([None, ends[1].address()], time.monotonic() + 5)
         for one in ends:
             one.close()
+
+
+@pytest.mark.parametrize("flags", [0, codes.PORT_NEEDS_GRH], ids=["of one subnet", "that asks for the global header"])
+def test_over_infiniband(flags: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By LID, with the header that the port asks for, in the partition that was set."""
+    told: list[tuple[int, ...]] = []
+    modify = QueuePair.modify
+
+    def noted(self: QueuePair, attributes: Any, mask: int, doing: str) -> None:
+        if mask & (codes.QP_AV | codes.QP_PKEY_INDEX):
+            names = ("pkey_index",) if mask & codes.QP_PKEY_INDEX else ("ah_attr.dlid", "ah_attr.is_global")
+            told.append(tuple(attributes[name] for name in names))
+        modify(self, attributes, mask, doing)
+
+    monkeypatch.setattr(QueuePair, "modify", noted)
+    network = MemoryNetwork(2)
+    for rank, traits in enumerate(network.traits):
+        traits.link_layer, traits.flags, traits.lid = codes.LINK_INFINIBAND, flags, 5 + rank
+    with open_endpoints(network, 2, 1 << 16, settings=Settings(nic_pkey_index=2)) as (group, _):
+        traffic = Traffic(group)
+        traffic.add(0, 1, 0, 0, 4096)
+        traffic.run()
+    assert told == [(2,), (2,), (6, flags), (5, flags)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
@@ -16,6 +17,7 @@ import pytest
 from tests.support.contract import Group, OpenGroup, TransportContract
 from tests.support.fake_pyverbs import classes
 from tests.support.memory_endpoints import open_endpoints
+from tests.support.provider import provider_network as net
 from tests.support.provider.provider_library import MemoryNetwork
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, TransportError
@@ -52,6 +54,14 @@ class TestContract(TransportContract):
             assert not any(one._made for one in network.ours), "an object of pyverbs is left"
 
         return open_group
+
+
+def test_a_queue_pair_signals_what_asks_for_it_and_no_more() -> None:
+    """pyverbs' own default is a completion for every write."""
+    network = PyverbsNetwork(2)
+    with open_endpoints(network, 2, 1 << 16) as (_, endpoints):
+        (link,) = endpoints[0]._rails[0].links[1]
+        assert ctypes.c_int64.from_address(link.address + net.QP_SIGNAL_ALL).value == 0
 
 
 def test_what_shows_no_struct_comes_from_the_library() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.provider.provider_library import MemoryNetwork
 from uccl_ep_serving.errors import ConfigError, TransportError
-from uccl_ep_serving.proxy.transport.verbs import codes
+from uccl_ep_serving.proxy.transport.verbs import codes, library
 from uccl_ep_serving.proxy.transport.verbs.abi import CONTEXT, QP
 from uccl_ep_serving.proxy.transport.verbs.device import Context, open_device
 from uccl_ep_serving.proxy.transport.verbs.library import bind
@@ -148,3 +148,15 @@ def test_completion_statuses_have_words_and_causes() -> None:
     assert "does not name" in codes.completion_words(99)
     assert codes.event_words(8) == "device fatal error"
     assert codes.event_words(77) == "event 77"
+
+
+def test_the_library_is_told_of_huge_pages_before_it_guards_memory_from_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a kernel that does not do so itself it would ask for a part of one, and every such window be refused."""
+    told = []
+    monkeypatch.delenv("RDMAV_HUGEPAGES_SAFE", raising=False)
+    functions = {"ibv_fork_init": lambda: told.append(os.environ["RDMAV_HUGEPAGES_SAFE"]) or 0}
+    monkeypatch.setattr(library, "bind", lambda *arguments: (functions, {}))
+    library.load_libibverbs.__wrapped__()
+    assert told == ["1"]

@@ -73,6 +73,7 @@ def classes(library: VerbsLibrary, hidden: tuple[str, ...] = ()) -> SimpleNamesp
 
     def qp(of: _Held, given: SimpleNamespace) -> Any:
         block = Block(QP_INIT_ATTR, send_cq=given.scq.address, recv_cq=given.rcq.address, qp_type=given.qp_type)
+        block["sq_sig_all"] = getattr(given, "sq_sig_all", 1)
         for name, value in vars(given.cap).items():
             block[f"cap.{name}"] = value
         return _held(library, "ibv_create_qp", "ibv_destroy_qp", of.address, block.address)

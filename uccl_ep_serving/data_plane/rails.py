@@ -9,9 +9,11 @@ The choice, which :func:`choose_rails` explains NIC by NIC (and ``uccl-ep doctor
 1. NICs that ``UCCL_EP_NICS`` (else, of those that NCCL drives itself, ``NCCL_IB_HCA``) leaves out, that have no active
    port, that another transport drives or that could not be opened are not used. Software devices (soft-RoCE), and
    beside EFA other devices, only when such a variable names them.
-2. Of the rest, those at the smallest distance to the GPU, and of these, those at least half as fast as the fastest: a
+2. Of the rest, those of one kind of network: that of the fastest, InfiniBand or Ethernet, unless a variable names
+   others. A rail of the one cannot reach a rail of the other.
+3. Of these, those at the smallest distance to the GPU, and of these, those at least half as fast as the fastest: a
    slow port for management or storage is no rail.
-3. GPUs with the same nearest NICs share them: k GPUs and m >= k NICs get m/k each, in PCI order; fewer NICs than GPUs
+4. GPUs with the same nearest NICs share them: k GPUs and m >= k NICs get m/k each, in PCI order; fewer NICs than GPUs
    are used by m/k GPUs each.
 
 Channels follow rails (:func:`choose_channels`): a stream keeps to one rail, and where rows cross once to a node a rank
@@ -241,6 +243,7 @@ def choose_rails(
     on_efa = any(nic.is_efa for nic in topology.nics)
     refused = {nic.name: why for nic in topology.nics if (why := _refusal(nic, transport, wanted, on_efa))}
     refused.update(broken or {})
+    refused.update(_of_another_network([nic for nic in topology.nics if nic.name not in refused], wanted))
     open_to_use = [nic for nic in topology.nics if nic.name not in refused]
     nearest = _nearest(here, open_to_use)
     for nic in open_to_use:
@@ -270,6 +273,19 @@ def _refusal(nic: Nic, transport: str, wanted: HcaFilter, on_efa: bool) -> str:
         # such as the management ports of NVLink switches, which InfiniBand drives and which lead to no other host
         return "the network of this machine is EFA: used only when UCCL_EP_NICS or NCCL_IB_HCA names it"
     return ""
+
+
+def _of_another_network(nics: Sequence[Nic], wanted: HcaFilter) -> dict[str, str]:
+    """Those of ``nics`` that are not of the network of the fastest, or, of equally fast ones, of most; and why."""
+    if not nics:
+        return {}
+    links = [nic.link for nic in nics]
+    best = max(nics, key=lambda nic: (nic.gbps, links.count(nic.link)))
+    return {
+        nic.name: f"{nic.link}: the network of the rails is {best.link}, that of {best.name}"
+        for nic in nics
+        if nic.link != best.link and not wanted.names(nic)
+    }
 
 
 def _nearest(gpu: Gpu | None, nics: Sequence[Nic]) -> list[Nic]:

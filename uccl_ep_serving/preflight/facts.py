@@ -128,7 +128,9 @@ def network_of(address: str, _nic: str) -> str:
     for addresses in psutil.net_if_addrs().values():
         for one in addresses:
             if address and one.address == address and one.netmask:
-                return str(ipaddress.ip_interface(f"{address}/{one.netmask}").network)
+                # of IPv6 the mask is written as an address as well, which no network is made of
+                length = int(ipaddress.ip_address(one.netmask)).bit_count()
+                return str(ipaddress.ip_interface(f"{address}/{length}").network)
     return ""
 
 

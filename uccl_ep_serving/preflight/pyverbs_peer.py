@@ -48,6 +48,10 @@ class PyverbsPeer:
         self.qp = QP(self.pd, init)
         self.qp.to_init(self.attributes)
         self.gid = ipaddress.IPv6Address(str(self.context.query_gid(port, gid_index).gid))
+        place = self.context.query_port(port)
+        self.lid = place.lid
+        # IBV_QPF_GRH_REQUIRED: pyverbs has no name for it
+        self.routed = place.link_layer == enums.IBV_LINK_LAYER_ETHERNET or bool(place.flags & 1)
         for _ in range(_RECEIVES):
             self.post_receive()
 
@@ -61,7 +65,7 @@ class PyverbsPeer:
         """A ``RoceAddress``: one NIC, one region, one queue pair, for rank 0."""
         rail = {
             "gid": self.gid.packed,
-            "lid": 0,
+            "lid": self.lid,
             "mtu": 3,  # 1024
             "keys": {"shift": 62, "keys": [self.window.rkey]},
             "credit_key": self.credits.rkey,
@@ -83,7 +87,7 @@ class PyverbsPeer:
             dgid=GID(ipaddress.IPv6Address(rail["gid"]).exploded), sgid_index=self.gid_index, hop_limit=64
         )
         attributes = self.attributes
-        attributes.ah_attr = AHAttr(gr=route, is_global=1, port_num=self.port)
+        attributes.ah_attr = AHAttr(gr=route, dlid=rail["lid"], is_global=int(self.routed), port_num=self.port)
         attributes.dest_qp_num, attributes.path_mtu = number, 3
         attributes.max_rd_atomic = attributes.max_dest_rd_atomic = 1
         attributes.min_rnr_timer, attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = 12, 14, 7, 7

@@ -1,10 +1,11 @@
 """What is used of a NIC where nothing was set: the GID of its port, and the figures of its family.
 
-GID: NCCL's rules, so that what works for NCCL on a cluster works here. An index that was set wins. InfiniBand takes
-index 0. RoCE takes the first RoCE v2 entry of the wanted address family that is neither zero nor link-local, then any
-such entry of the other family; only where there is none, a link-local one, which works between ports of one link. Index
-0 is not good enough there: on several NICs (Broadcom Thor-2 among them) it is link-local, cannot be routed, and writes
-fail with completion status 12.
+GID: NCCL's rules, so that what works for NCCL on a cluster works here. InfiniBand takes the port's first entry, unless
+it has one of the index that was set, which may be meant for the RoCE NICs of a cluster. On RoCE that index wins; else
+it takes the first RoCE v2 entry of the wanted address family that is neither zero nor link-local, then any such entry
+of the other family; only where there is none, a link-local one, which works between ports of one link. Index 0 is not
+good enough there: on several NICs (Broadcom Thor-2 among them) it is link-local, cannot be routed, and writes fail with
+completion status 12.
 
 Family: the one table of figures that differ between NICs, each with its source. What a NIC *can* do is asked of the
 device, never concluded from its family, which is told by the PCI vendor that ``ibv_query_device`` reports.
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 
 from ....errors import ConfigError, TransportError
 from ..verbs.codes import GID_TYPE_ROCE_V2, LINK_ETHERNET
-from ..verbs.device import Gid
+from ..verbs.device import Gid, Port
 
 _MIB = 1 << 20
+#: Bytes of a GID that hold the LID of the router to its subnet, 0 = none.
+_FLID = slice(4, 6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,20 +115,20 @@ def choose_gid(
         device: for messages.
 
     Raises:
-        ConfigError: the index that was set has no valid entry.
+        ConfigError: the index that was set has no valid entry on a port of Ethernet.
         TransportError: the port has no entry that could be used.
     """
     table = ", ".join(map(str, gids)) or "none"
-    if index >= 0:
-        for gid in gids:
-            if gid.index == index:
-                return gid, f"{gid}: set by UCCL_EP_NIC_GID_INDEX or NCCL_IB_GID_INDEX"
-        raise ConfigError(f"{device}: the GID index that was set, {index}, has no valid entry; valid are: {table}")
+    for gid in gids:
+        if gid.index == index:
+            return gid, f"{gid}: set by UCCL_EP_NIC_GID_INDEX or NCCL_IB_GID_INDEX"
     if link_layer != LINK_ETHERNET:
         # InfiniBand and EFA: the first entry is the port's own.
         if gids:
             return gids[0], f"{gids[0]}: the port's own"
         raise TransportError(f"{device}: the port has no GID; is it active?", device=device)
+    if index >= 0:
+        raise ConfigError(f"{device}: the GID index that was set, {index}, has no valid entry; valid are: {table}")
     second = [gid for gid in gids if gid.kind == GID_TYPE_ROCE_V2]
     for gid in second:
         if gid.usable and gid.address.version == family:
@@ -140,3 +143,20 @@ def choose_gid(
         f"{device}: no RoCE v2 GID (valid are: {table}). Give the NIC's interface an IP address and bring it up",
         device=device,
     )
+
+
+def route(port: Port, own: bytes, gid: bytes, lid: int) -> tuple[bool, int]:
+    """Whether packets from ``port``, whose GID is ``own``, need the global header to reach ``gid``, and the LID they go
+    to.
+
+    Ethernet has no other; a port of InfiniBand may ask for it (IBV_QPF_GRH_REQUIRED), and another subnet needs it. To
+    that, packets go to the LID of a router, which such a GID holds (FLID, as NCCL reads it), else to ``lid``.
+    """
+    if port.link_layer == LINK_ETHERNET or _subnet(own) == _subnet(gid):
+        return port.link_layer == LINK_ETHERNET or port.needs_route, lid
+    return True, int.from_bytes(gid[_FLID], "big") or lid
+
+
+def _subnet(gid: bytes) -> bytes:
+    """The prefix of a GID without the LID in it."""
+    return gid[: _FLID.start] + gid[_FLID.stop : 8]

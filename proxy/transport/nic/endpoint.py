@@ -117,11 +117,12 @@ class Rail:
             )
         return port
 
-    def furnish(self, entries: int, window: int, window_bytes: int) -> None:
-        """Make a completion queue of ``entries`` entries and register the window. Raises TransportError."""
+    def furnish(self, entries: int, window: int, window_bytes: int, max_write: int) -> None:
+        """Make a completion queue of ``entries`` entries and register the window, for writes of up to ``max_write``
+        bytes. Raises TransportError."""
         self.pd = ProtectionDomain(self.context)
         self.cq = CompletionQueue(self.context, entries)
-        self.region = register_host(self.pd, window, window_bytes)
+        self.region = register_host(self.pd, window, window_bytes, max_write)
 
     def post_receives(self, queue: int, chain: int, times: int) -> None:
         """Post the chain of receives at address ``chain`` on a queue pair, so often. Raises TransportError."""

@@ -19,6 +19,7 @@ from ..verbs import codes
 from ..verbs.abi import SEND_WR, SGE, WC, Block
 from ..verbs.device import Gid, Port
 from ..verbs.objects import CompletionQueue, MemoryRegion, Path, ProtectionDomain, QueuePair
+from .defaults import route
 
 # --- a fence: its C function, how many NICs, then a record for each ---------------------------------------------------
 _CALL, _NICS, _RECORDS = 0, 8, 16
@@ -65,26 +66,28 @@ class Loopback:
         pd: of the device.
         port, gid: of the NIC.
         start, key: of the window in device memory, as the NIC calls it.
+        pkey_index: of the partition.
 
     Raises:
         TransportError: the NIC refuses.
     """
 
-    def __init__(self, pd: ProtectionDomain, port: Port, gid: Gid, start: int, key: int) -> None:
+    def __init__(self, pd: ProtectionDomain, port: Port, gid: Gid, start: int, key: int, pkey_index: int = 0) -> None:
         self._cq = CompletionQueue(pd.context, 1)
         self._qp = QueuePair(pd, self._cq, send_depth=1, receive_depth=1)
         # a page of its own: what is registered may be missing in a forked child
         self._landing = own_pages(8)
         address = int(self._landing.ctypes.data)
         self._region = MemoryRegion(pd, address, 8, codes.ACCESS_LOCAL_WRITE)
-        self._qp.initialise(port.number, codes.ACCESS_REMOTE_READ)
+        self._qp.initialise(port.number, codes.ACCESS_REMOTE_READ, pkey_index)
+        routed, lid = route(port, gid.raw, gid.raw, port.lid)
         path = Path(
             port=port.number,
             gid_index=gid.index,
             gid=gid.raw,
-            lid=port.lid,
+            lid=lid,
             mtu=port.mtu,
-            routed=port.link_layer == codes.LINK_ETHERNET,
+            routed=routed,
         )
         self._qp.connect(path, self._qp.number, f"connecting {gid} to itself")
         self._piece = Block(SGE, addr=address, length=8, lkey=self._region.lkey)

@@ -25,7 +25,7 @@ from ..verbs.library import VerbsLibrary, load_libibverbs
 from ..verbs.objects import MemoryRegion, Path, QueuePair
 from . import roce_words as rc
 from . import words
-from .defaults import Family, family_of
+from .defaults import Family, family_of, route
 from .endpoint import NicAddress, NicEndpoint, Rail, RailAddress, one_device_reports
 from .loopback import Loopback, fence_over
 from .roce_data import FUNCTIONS
@@ -165,7 +165,7 @@ class RoceRail(Rail):
     def add_link(self, peer: int, place: int, sends: int, receives: int) -> None:
         """Make queue pair ``place`` to ``peer``, in state INIT, with all its receives posted. Raises TransportError."""
         link = QueuePair(self.pd, self.cq, send_depth=sends, receive_depth=receives)
-        link.initialise(self.port.number)
+        link.initialise(self.port.number, pkey_index=self._settings.nic_pkey_index)
         self.links.setdefault(peer, []).append(link)
         state = self._state
         chain = state.add_link(peer, self._index, place, link.address)
@@ -193,14 +193,14 @@ class RoceRail(Rail):
         """
         settings, state = self._settings, self._state
         traffic, level = settings.nic_traffic_class, settings.nic_service_level
+        routed, lid = route(self.port, self.gid.raw, there.gid, there.lid)
         path = Path(
             port=self.port.number,
             gid_index=self.gid.index,
             gid=there.gid,
-            lid=there.lid,
+            lid=lid,
             mtu=min(there.mtu, self.port.mtu, _LARGEST_MTU),
-            # On Ethernet always; on InfiniBand only the routed header carries the GID, and one subnet needs none.
-            routed=self.port.link_layer == codes.LINK_ETHERNET,
+            routed=routed,
             traffic_class=self.family.traffic_class if traffic < 0 else traffic,
             service_level=self.family.service_level if level < 0 else level,
             timeout=settings.nic_timeout,
@@ -219,6 +219,10 @@ class RoceRail(Rail):
             f"{self.device} port {self.port.number}, {self.gid}, queue pair {own} to "
             f"{','.join(map(str, numbers))}, TC {path.traffic_class}, SL {path.service_level}"
         )
+
+    def loopback(self, start: int, key: int) -> Loopback:
+        """A queue pair of the NIC to itself, over which it reads device memory. Raises TransportError."""
+        return Loopback(self.pd, self.port, self.gid, start, key, self._settings.nic_pkey_index)
 
     def leave_out(self, peer: int) -> None:
         """The peer has no such rail: nothing will go this way."""
@@ -288,9 +292,13 @@ class RoceEndpoint(NicEndpoint[RoceRail, RoceAddress, rc.RoceMemory]):
         links = max(len(self._peers) * self._qps, 1)
         depths = [rail.depths(links) for rail in self._rails]
         sends, receives = (min(depth) for depth in zip(*depths, strict=True))
+        most = [max_write, *(rail.max_message for rail in self._rails)]
+        if len(self._rails) > 1:
+            # The proxy cuts writes by what all NICs together may have in flight; a stream is on one of them.
+            most += [rail.share // 4 // UNIT * UNIT for rail in self._rails]
         for rail in self._rails:
             self._monitor.look()
-            rail.furnish(links * (sends + receives), self._window, self._window_bytes)
+            rail.furnish(links * (sends + receives), self._window, self._window_bytes, min(most))
         self._state = state = rc.RoceMemory(
             rank=self._rank,
             ranks=self._ranks,
@@ -312,10 +320,6 @@ class RoceEndpoint(NicEndpoint[RoceRail, RoceAddress, rc.RoceMemory]):
                 for place in range(self._qps):
                     self._monitor.look()
                     rail.add_link(peer, place, sends, receives)
-        most = [max_write, *(rail.max_message for rail in self._rails)]
-        if len(self._rails) > 1:
-            # The proxy cuts writes by what all NICs together may have in flight; a stream is on one of them.
-            most += [rail.share // 4 // UNIT * UNIT for rail in self._rails]
         self._capabilities = Capabilities(
             name=self.name,
             # the queue pair proves the source
@@ -384,7 +388,7 @@ class RoceEndpoint(NicEndpoint[RoceRail, RoceAddress, rc.RoceMemory]):
         self._loopbacks = []
         for rail in self._rails:
             key = rail.device_keys.keys[0]
-            self._loopbacks.append(Loopback(rail.pd, rail.port, rail.gid, start, key))
+            self._loopbacks.append(rail.loopback(start, key))
         self._fence = fence_over(self._loopbacks)
 
     def release_device(self) -> None:

@@ -1,6 +1,8 @@
-"""Registration of a window with a NIC: one region, or chunks where the memory is a GPU's and goes by dma-buf.
+"""Registration of a window with a NIC: one region, or chunks where that would be too large for it.
 
-Host windows are registered as they are, with relaxed ordering. A device window is tried by its address first: that
+Host windows are registered with relaxed ordering, in chunks of 1 GiB where they are longer than 2 GiB or than the NIC
+says a region may be: of ordinary pages EFA takes a million in a region, and AMD's Pollara has refused 3 GiB. A device
+window is tried by its address first: that
 works where a peer-memory module (nvidia-peermem, amdgpu's) is loaded. Otherwise it is exported as dma-buf and
 registered in chunks of 1 GiB, because with a full IOMMU a single dma-buf region above 2 GiB can fail with ENOMEM
 (kernel 5.12 or newer and rdma-core 34 are needed). Writes into GPU memory never have relaxed ordering: a GPU promises
@@ -21,8 +23,11 @@ from ..verbs.device import open_device
 from ..verbs.library import VerbsLibrary, load_libibverbs
 from ..verbs.objects import MemoryRegion, ProtectionDomain
 
-#: log2 of the bytes of a dma-buf chunk.
+#: log2 of the bytes of a chunk.
 CHUNK_SHIFT = 30
+#: Most bytes of host memory in one region: a NIC has a table entry for each page, and so many of 4 KiB. ofiwg/libfabric
+#: issue 10402 (EFA: 4 GiB), SemiAnalysisAI/InferenceX pull request 3330 (Pollara takes 2 GiB and refuses 3).
+WHOLE_BYTES = 2 << 30
 # Completions still order everything: only writes among themselves may pass each other.
 ACCESS = codes.ACCESS_LOCAL_WRITE | codes.ACCESS_REMOTE_WRITE
 #: Makes a dma-buf of a range (address, bytes) of device memory: a descriptor, owned by whoever receives it, and the
@@ -95,14 +100,23 @@ class WindowRegion(NamedTuple):
             region.close()
 
 
-def register_host(pd: ProtectionDomain, start: int, nbytes: int) -> WindowRegion:
+def register_host(pd: ProtectionDomain, start: int, nbytes: int, overlap: int) -> WindowRegion:
     """Register [start, start + nbytes) of host memory so that peers may write it and the NIC may read it.
+
+    Args:
+        pd: protection domain; the regions end with it.
+        start, nbytes: the memory.
+        overlap: bytes that a chunk reaches into the next one: a write cannot be cut in two, and must lie whole in the
+            chunk in which it starts.
 
     Raises:
         TransportError: the NIC refuses the memory.
     """
     access = ACCESS | codes.ACCESS_RELAXED_ORDERING
-    return WindowRegion(WHOLE_SHIFT, [MemoryRegion(pd, start, nbytes, access)], "host memory")
+    # 0: the device does not say
+    if nbytes <= min(pd.context.limits.max_mr_size or nbytes, WHOLE_BYTES):
+        return WindowRegion(WHOLE_SHIFT, [MemoryRegion(pd, start, nbytes, access)], "host memory")
+    return WindowRegion(CHUNK_SHIFT, _register_chunks(pd, start, nbytes, overlap, access), "host memory")
 
 
 def register_device(
@@ -114,8 +128,7 @@ def register_device(
         pd: protection domain; the regions end with it.
         start, nbytes: the memory.
         export: makes a dma-buf of a part of it.
-        overlap: bytes that a chunk reaches into the next one: a write cannot be cut in two, and must lie whole in the
-            chunk in which it starts.
+        overlap: see :func:`register_host`.
         access: ``ACCESS_*`` of the regions.
 
     Raises:
@@ -126,7 +139,7 @@ def register_device(
     except TransportError as error:
         refusal = error
     try:
-        return WindowRegion(CHUNK_SHIFT, _register_chunks(pd, start, nbytes, export, overlap, access), "dma-buf")
+        return WindowRegion(CHUNK_SHIFT, _register_chunks(pd, start, nbytes, overlap, access, export), "dma-buf")
     except TransportError as error:
         raise TransportError(
             f"{pd.device}: GPUDirect works in no way. Directly (needs nvidia-peermem or AMD's peer-memory module): "
@@ -144,13 +157,16 @@ def reach(library: VerbsLibrary | None, device: str, start: int, nbytes: int, ex
 
 
 def _register_chunks(
-    pd: ProtectionDomain, start: int, nbytes: int, export: Export, overlap: int, access: int
+    pd: ProtectionDomain, start: int, nbytes: int, overlap: int, access: int, export: Export | None = None
 ) -> list[MemoryRegion]:
     """Regions of 1 GiB and the overlap each; all or none."""
     regions: list[MemoryRegion] = []
     try:
         for offset in range(0, nbytes, 1 << CHUNK_SHIFT):
             part = min(nbytes - offset, (1 << CHUNK_SHIFT) + overlap)
+            if export is None:
+                regions.append(MemoryRegion(pd, start + offset, part, access))
+                continue
             descriptor, place = export(start + offset, part)
             try:
                 regions.append(MemoryRegion(pd, start + offset, part, access, dmabuf=(descriptor, place)))

@@ -153,6 +153,7 @@ PORT_ATTR = Struct(
         active_speed=(44, 1),
         phys_state=(45, 1),
         link_layer=(46, 1),
+        flags=(47, 1),
     ),
 )
 GID_ENTRY = Struct(

@@ -180,7 +180,8 @@ class _Objects:
         cap = self._classes.QPCap(**{name: QP_INIT_ATTR.get(attributes, f"cap.{name}") for name in names})
         send, receive = (self._made[queue] for queue in queues)
         kind = QP_INIT_ATTR.get(attributes, "qp_type")
-        given = self._classes.QPInitAttr(qp_type=kind, scq=send, rcq=receive, cap=cap)
+        every = QP_INIT_ATTR.get(attributes, "sq_sig_all")  # its default is 1
+        given = self._classes.QPInitAttr(qp_type=kind, scq=send, rcq=receive, cap=cap, sq_sig_all=every)
         make = functools.partial(self._classes.QP, self._made[pd], given)
         of = {"pd": pd, "send_cq": queues[0], "recv_cq": queues[1], "qp_type": kind}
         return self._make("ibv_create_qp", (pd, attributes), make, QP, **of)

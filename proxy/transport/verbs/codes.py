@@ -45,6 +45,7 @@ WC_WITH_IMM = 1 << 1
 # --- ports and GIDs
 PORT_DOWN, PORT_ACTIVE = 1, 4
 LINK_UNSPECIFIED, LINK_INFINIBAND, LINK_ETHERNET = 0, 1, 2
+PORT_NEEDS_GRH = 1 << 0  # IBV_QPF_GRH_REQUIRED
 GID_TYPE_IB, GID_TYPE_ROCE_V1, GID_TYPE_ROCE_V2 = range(3)
 
 # --- efadv
@@ -94,7 +95,8 @@ _STATUS = {
     RETRY_EXC_ERR: (
         "transport retry counter exceeded",
         "no acknowledgement from the peer: its process ended, a link or route is down, the GID at either end cannot be "
-        "routed (index 0 of a Broadcom NIC may be link-local: set UCCL_EP_NIC_GID_INDEX), or too much is in flight "
+        "routed (index 0 of a Broadcom NIC may be link-local: set UCCL_EP_NIC_GID_INDEX), the ends are in different "
+        "partitions (InfiniBand: set UCCL_EP_NIC_PKEY_INDEX), or too much is in flight "
         "without flow control on the network (Broadcom Thor-2: lower UCCL_EP_NIC_BYTES_IN_FLIGHT, check PFC and ECN)",
     ),
     RNR_RETRY_EXC_ERR: (

@@ -95,7 +95,8 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port: its number (from 1), LINK_*, PORT_*, path MTU (the verbs number), LID and longest message in bytes."""
+    """A port: its number (from 1), LINK_*, PORT_*, path MTU (the verbs number), LID, longest message in bytes, and
+    whether every packet must have a global route header."""
 
     number: int
     link_layer: int
@@ -103,6 +104,7 @@ class Port:
     mtu: int
     lid: int
     max_message: int
+    needs_route: bool
 
 
 class VerbsObject:
@@ -202,6 +204,7 @@ class Context(VerbsObject):
             mtu=found["active_mtu"],
             lid=found["lid"],
             max_message=found["max_msg_sz"],
+            needs_route=bool(found["flags"] & codes.PORT_NEEDS_GRH),
         )
 
     def gids(self, port: int) -> list[Gid]:

@@ -61,7 +61,8 @@ _OPTIONAL = {"ibv_reg_mr_iova2", "ibv_reg_dmabuf_mr"}
 
 #: errno of a refused call -> what usually brings it about.
 _CAUSES = {
-    errno.ENOMEM: "the limit on locked memory (ulimit -l) is too low, or the NIC has no more room for such objects",
+    errno.ENOMEM: "the limit on locked memory (ulimit -l) is too low, or the NIC has no more room for such objects; "
+    "memory of huge pages takes less of it (vm.nr_hugepages)",
     errno.EPERM: "the process may not use the device: check /dev/infiniband and the rights of the container",
     errno.EACCES: "the process may not use the device: check the permissions of /dev/infiniband",
     errno.ENODEV: "the device is gone or its kernel modules (ib_uverbs) are not loaded",
@@ -188,6 +189,8 @@ def load_libibverbs() -> VerbsLibrary:
     """
     found = bind("libibverbs.so.1", _SIGNATURES, _OPTIONAL, "rdma-core 31 or newer")
     library = VerbsLibrary(*found, name="libibverbs", release=release_in(Path("/proc/self/maps").read_text()))
-    # Queues of the provider must not become copy-on-write in a forked child; recent kernels need no help.
+    # Queues of the provider must not become copy-on-write in a forked child; recent kernels need no help. Of older ones
+    # the library has to know which memory is of huge pages: they refuse to keep a part of such a page from the child.
+    os.environ.setdefault("RDMAV_HUGEPAGES_SAFE", "1")
     library.call("ibv_fork_init")
     return library

@@ -182,9 +182,11 @@ class QueuePair(VerbsObject):
             doing=f"{doing} (ibv_modify_qp)",
         )
 
-    def initialise(self, port: int, access: int = codes.ACCESS_REMOTE_WRITE) -> None:
+    def initialise(self, port: int, access: int = codes.ACCESS_REMOTE_WRITE, pkey_index: int = 0) -> None:
         """RESET -> INIT on ``port``, with ``access`` for the other end; receives may be posted from here on."""
-        attributes = Block(QP_ATTR, qp_state=codes.QPS_INIT, port_num=port, qp_access_flags=access)
+        attributes = Block(
+            QP_ATTR, qp_state=codes.QPS_INIT, port_num=port, qp_access_flags=access, pkey_index=pkey_index
+        )
         mask = codes.QP_STATE | codes.QP_PKEY_INDEX | codes.QP_PORT | codes.QP_ACCESS_FLAGS
         self.modify(attributes, mask, f"preparing a queue pair on port {port}")
 

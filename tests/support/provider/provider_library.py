@@ -70,10 +70,13 @@ class DeviceTraits:
     part: int = 0
     max_qp_wr: int = 16384
     max_cqe: int = 1 << 20
+    max_mr_size: int = 1 << 40
     max_message: int = 1 << 31
     max_inline: int = 0  # nothing here may need it: Broadcom's NICs are reported to fail at inline writes
     state: int = codes.PORT_ACTIVE
     link_layer: int = codes.LINK_ETHERNET
+    flags: int = 0
+    lid: int = 0
     mtu: int = 3
     gids: Sequence[Gid] = field(default_factory=list)
 
@@ -319,7 +322,7 @@ class MemoryNetwork:
             "max_qp_wr": traits.max_qp_wr,
             "max_sge": 2,
             "max_cqe": traits.max_cqe,
-            "max_mr_size": 1 << 40,
+            "max_mr_size": traits.max_mr_size,
             "phys_port_cnt": 1,
         }.items():
             DEVICE_ATTR.set(found, name, value)
@@ -334,6 +337,8 @@ class MemoryNetwork:
             "active_mtu": traits.mtu,
             "max_msg_sz": traits.max_message,
             "link_layer": traits.link_layer,
+            "flags": traits.flags,
+            "lid": traits.lid,
             "gid_tbl_len": 16,
         }.items():
             PORT_ATTR.set(found, name, value)
