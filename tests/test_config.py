@@ -53,7 +53,7 @@ VALID: dict[str, dict[str, object]] = {
     "port_range": {"1-65535": (1, 65535), " 7000 - 7000 ": (7000, 7000)},
     "nics": {"mlx5_0,mlx5_3": "mlx5_0,mlx5_3"},
     "nic_gid_index": {"0": 0, "1023": 1023},
-    "nic_pkey_index": {"0": 0, "65535": 65535},
+    "nic_pkey_index": {"1": 1, "65535": 65535},
     "nic_traffic_class": {"0": 0, "255": 255},
     "nic_service_level": {"0": 0, "15": 15},
     "nic_timeout": {"1": 1, "31": 31},

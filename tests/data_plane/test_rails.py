@@ -119,7 +119,7 @@ def test_rails_are_of_one_network(tmp_path: Path) -> None:
     """A virtual machine that shows no distances, with an Ethernet port beside the InfiniBand ones."""
     buses = [f"pci0000:{bus:02x}/{bus:02x}:01.0/{bus + 1:02x}:00.0" for bus in range(16, 16 + 10 * 2, 2)]
     nics = [(f"mlx5_{index}", 200, "InfiniBand") for index in range(8)]
-    nics.insert(0, ("mlx5_an", 200, "Ethernet"))
+    nics.insert(0, ("mlx5_an", 400, "Ethernet"))
     lines = [f"{buses[0]} gpu nvidia numa=0"]
     lines += [
         f"{bus} nic {name} driver=mlx5_core numa=0 rate={rate} link={link}"
@@ -128,7 +128,7 @@ def test_rails_are_of_one_network(tmp_path: Path) -> None:
     found = topology("\n".join(lines), tmp_path)
     rails = choose_rails(found, "roce", gpu=found.gpus[0].address)
     assert [nic.name for nic in rails.nics] == [f"mlx5_{index}" for index in range(8)]
-    assert reasons(rails)["mlx5_an"] == "Ethernet: the network of the rails is InfiniBand, that of mlx5_0"
+    assert reasons(rails)["mlx5_an"] == "Ethernet: the network of the rails is InfiniBand, with 1600 Gb/s in all"
     assert rails_of_all(found, "roce", "=mlx5_an") == [["mlx5_an"]]
 
 

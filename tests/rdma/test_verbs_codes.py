@@ -29,6 +29,7 @@ ENUMS = {
     "ibv_wc_opcode, of receives": (128, "RECV WC_RECV_RDMA_WITH_IMM"),
     "ibv_wc_flags": ("<<", "GRH WC_WITH_IMM"),
     "ibv_port_state": (0, "NOP PORT_DOWN INIT ARMED PORT_ACTIVE"),
+    "flags of ibv_port_attr": ("<<", "PORT_NEEDS_GRH"),
     "link layers": (0, "LINK_UNSPECIFIED LINK_INFINIBAND LINK_ETHERNET"),
     "ibv_gid_type": (0, "GID_TYPE_IB GID_TYPE_ROCE_V1 GID_TYPE_ROCE_V2"),
     "efadv_driver_qp_type": (0, "EFA_DRIVER_TYPE_SRD"),

@@ -9,8 +9,8 @@ The choice, which :func:`choose_rails` explains NIC by NIC (and ``uccl-ep doctor
 1. NICs that ``UCCL_EP_NICS`` (else, of those that NCCL drives itself, ``NCCL_IB_HCA``) leaves out, that have no active
    port, that another transport drives or that could not be opened are not used. Software devices (soft-RoCE), and
    beside EFA other devices, only when such a variable names them.
-2. Of the rest, those of one kind of network: that of the fastest, InfiniBand or Ethernet, unless a variable names
-   others. A rail of the one cannot reach a rail of the other.
+2. Of the rest, those of one kind of network, InfiniBand or Ethernet: that whose NICs are faster together, unless a
+   variable names others. A rail of the one cannot reach a rail of the other.
 3. Of these, those at the smallest distance to the GPU, and of these, those at least half as fast as the fastest: a
    slow port for management or storage is no rail.
 4. GPUs with the same nearest NICs share them: k GPUs and m >= k NICs get m/k each, in PCI order; fewer NICs than GPUs
@@ -276,16 +276,13 @@ def _refusal(nic: Nic, transport: str, wanted: HcaFilter, on_efa: bool) -> str:
 
 
 def _of_another_network(nics: Sequence[Nic], wanted: HcaFilter) -> dict[str, str]:
-    """Those of ``nics`` that are not of the network of the fastest, or, of equally fast ones, of most; and why."""
-    if not nics:
-        return {}
-    links = [nic.link for nic in nics]
-    best = max(nics, key=lambda nic: (nic.gbps, links.count(nic.link)))
-    return {
-        nic.name: f"{nic.link}: the network of the rails is {best.link}, that of {best.name}"
-        for nic in nics
-        if nic.link != best.link and not wanted.names(nic)
-    }
+    """Those of ``nics`` that are not of the network whose NICs are faster together; and why."""
+    rates: dict[str, float] = {}
+    for nic in nics:
+        rates[nic.link] = rates.get(nic.link, 0.0) + nic.gbps
+    best = max(rates, key=rates.__getitem__, default="")
+    words = f"the network of the rails is {best}, with {rates.get(best, 0.0):g} Gb/s in all"
+    return {nic.name: f"{nic.link}: {words}" for nic in nics if nic.link != best and not wanted.names(nic)}
 
 
 def _nearest(gpu: Gpu | None, nics: Sequence[Nic]) -> list[Nic]:
