@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .errors import (
         BootstrapError,
         ConfigError,
+        Evicted,
         PeerError,
         PeerLost,
         PeerTimeout,
@@ -31,6 +32,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "EventOverlap",
+    "Evicted",
     "PeerError",
     "PeerLost",
     "PeerTimeout",

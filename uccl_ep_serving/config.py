@@ -317,8 +317,8 @@ SETTINGS: tuple[Variable, ...] = (
         "device",
         _choice("auto", "cpu", "cuda", "interpreter"),
         True,
-        "tensors that a Buffer serves, in both modes. auto: the kind of the first tensor that it is given; cuda: CUDA "
-        "or ROCm; interpreter: the GPU kernels on CPU tensors in Triton's interpreter, for debugging (needs "
+        "tensors that a Buffer serves, in both modes. auto: the kind of the first tensor that it is given; cpu; cuda: "
+        "CUDA or ROCm; interpreter: the GPU kernels on CPU tensors in Triton's interpreter, for debugging (needs "
         "TRITON_INTERPRET=1)",
     ),
     Variable(

@@ -19,6 +19,7 @@ from tests.support.source_tree import ROOT, run_python
 from uccl_ep_serving.cli.doctor import gpus, limits, report, software, transports
 from uccl_ep_serving.cli.doctor.findings import Finding
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.engines.versions import Engine
 from uccl_ep_serving.protocol.listener import listen
 
 
@@ -166,6 +167,18 @@ class TestDoctor:
         said = list(gpus.gpus())[1]
         assert said.status == "ok"
         assert "H100 (sm_90) passed" in said.value
+
+
+def test_an_engine_that_is_missing_is_not_put_beside_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"sglang": "0.5.23"}
+    monkeypatch.setattr(Engine, "installed", lambda self: versions.get(self.distributions[0]))
+    monkeypatch.setattr(software, "installed", versions.get)
+    said = {found.name: found for found in software.engines()}
+    assert said["sglang"].value.startswith("0.5.23: supported")
+    assert said["vllm"].next_step.endswith(", in an environment without SGLang")
+    versions.clear()
+    said = {found.name: found for found in software.engines()}
+    assert "environment" not in said["vllm"].next_step + said["sglang"].next_step
 
 
 class TestGpus:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.source_tree import run_python
+from uccl_ep_serving.cli import compare_serving, main
 
 CODE = """
 import sys
@@ -74,3 +75,12 @@ def test_who_only_starts_ranks_leaves_torch_to_them(tmp_path: Path, arguments: s
     done = run_python(code, cwd=tmp_path, UCCL_EP_CACHE_DIR=str(tmp_path))
     said = done.stderr.splitlines()[-1]
     assert said == "0 []" or (for_gpus and arguments.startswith("check")), done.stderr
+
+
+def test_all_that_follows_the_word_is_the_commands_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The -- as well, behind which stand the options of another program."""
+    told: list[list[str]] = []
+    monkeypatch.setattr(compare_serving, "app", lambda args, prog_name: told.append(args))
+    line = ["--starts", "2", "--", "sglang", "serve", "--model-path", "x", "--help"]
+    main.app(["compare-serving", *line], standalone_mode=False)
+    assert told == [line]

@@ -175,6 +175,24 @@ class TestDirectories:
         with open_directory(tmp_path, one, other):
             pass
 
+    @pytest.mark.parametrize("finished", [False, True])
+    def test_what_was_begun_with_other_variables_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+    ) -> None:
+        """A comparison that has finished would be told again as if it had been measured with them."""
+        one = plan()
+        monkeypatch.setenv("UCCL_EP_SECRET", "not to be kept")
+        with open_directory(tmp_path, one, package()):
+            for number in (1, 2, 3) if finished else ():
+                write_json(start_file(tmp_path, number), start_of(one, number))
+        monkeypatch.setenv("UCCL_EP_SECRET", "another one")
+        with open_directory(tmp_path, one, package()):
+            pass
+        monkeypatch.setenv("UCCL_EP_DIRECT", "0")
+        with pytest.raises(ConfigError, match=r"UCCL_EP_DIRECT .*now"), open_directory(tmp_path, one, package()):
+            pass
+        assert "not to be kept" not in (tmp_path / "plan.json").read_text()
+
     def test_files_of_others_are_left_alone(self, tmp_path: Path) -> None:
         (tmp_path / "thesis.txt").write_text("mine")
         with pytest.raises(ConfigError, match="holds other files"), open_directory(tmp_path, plan(), package()):

@@ -237,6 +237,17 @@ def test_server_is_not_started_on_a_port_in_use(tmp_path: Path) -> None:
     assert server.guardian_pid == 0
 
 
+def test_what_cannot_be_run_is_said(tmp_path: Path) -> None:
+    class Absent(SglangLaunch):
+        def command(self, model: Path, port: int) -> list[str]:
+            return ["no-such-engine", "serve"]
+
+    server = DemoServer(Absent("none"), tmp_path, "absent")
+    with pytest.raises(ServerFailed, match="could not be started: no-such-engine serve"):
+        server.__enter__()
+    assert not server.run_directory.exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_cleaning_up_is_not_interrupted(number: signal.Signals) -> None:
     def interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.engines import ray_stand_in
 from uccl_ep_serving.engines.sglang import buffer as our_buffer
 from uccl_ep_serving.engines.sglang import hooks
-from uccl_ep_serving.engines.versions import SGLANG, Engine, Standing
+from uccl_ep_serving.engines.versions import SGLANG, VLLM, Engine, Standing
 from uccl_ep_serving.errors import ConfigError
 
 pytestmark = pytest.mark.engine
@@ -595,6 +595,8 @@ def test_version_table_is_in_order_and_has_one_supported_version() -> None:
     assert SGLANG.look_up("0.5.18.post2")[0] is Standing.REFUSED
     assert SGLANG.look_up("0.5.11")[0] is Standing.REFUSED
     assert SGLANG.look_up("0.1.20")[0] is Standing.REFUSED
+    assert VLLM.look_up("0.31.2") == (Standing.UNPROVEN, "its sources were not read")
+    assert VLLM.look_up("0.34.0") == (Standing.UNPROVEN, "it is newer than this package")
 
 
 @pytest.mark.parametrize("version", ["0.0.0.dev0", "0.0.0.dev1+g3c8ac78dc", "0.1.dev1+g3c8ac78dc"])

@@ -168,6 +168,11 @@ class TestImports:
         package = importlib.import_module("uccl_ep_serving")
         assert {"Buffer", "Config", "EventOverlap", "UcclEpError"} <= set(package.__all__)
 
+    def test_exports_every_exception(self) -> None:
+        errors = importlib.import_module("uccl_ep_serving.errors")
+        kinds = {name for name in errors.__all__ if isinstance(getattr(errors, name), type)}
+        assert kinds <= set(importlib.import_module("uccl_ep_serving").__all__)
+
     def test_unknown_name_is_refused(self) -> None:
         package = importlib.import_module("uccl_ep_serving")
         with pytest.raises(AttributeError, match="no_such_name"):

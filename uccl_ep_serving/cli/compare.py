@@ -138,7 +138,8 @@ def _report(plan: Plan, directory: Path) -> bool:
     first = plan.backends[0]
     if first not in result["measured"] or not result["verdicts"]:
         why = result["skipped"].get(first) or "nothing else could be measured"
-        typer.echo(f"compare: nothing is said of {first}: {why}", err=True)
+        step = f"mend that, and remove {directory} or name another with --output: its starts are kept"
+        typer.echo(f"compare: nothing is said of {first}: {why}. Next step: {step}", err=True)
         return False
     return not result["wrong"]
 

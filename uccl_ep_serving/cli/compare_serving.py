@@ -103,6 +103,9 @@ def _report(plan: ServingPlan, directory: Path) -> bool:
     files = write_reports(result, directory)
     Console(width=None if sys.stdout.isatty() else 170).print(page_of(result).console(), highlight=False)
     typer.echo(f"\n{files[0]}; beside it: {', '.join(path.name for path in files[1:])}, logs, clients")
+    if result["skipped"]:
+        step = f"mend that, and remove {directory} or name another with --output: its starts are kept"
+        typer.echo(f"compare-serving: {', '.join(result['skipped'])} was not measured. Next step: {step}", err=True)
     return not result["wrong"] and not result["skipped"]
 
 
@@ -181,7 +184,9 @@ def compare_serving(
     ] = 32,
     output: Annotated[
         str,
-        typer.Option(help="Directory of starts, logs and reports; the same command goes on there. Default: a new one."),
+        typer.Option(
+            help="Directory of starts, logs and reports; the same command goes on there. Default: one per plan."
+        ),
     ] = "",
     timeout: Annotated[float, typer.Option(help="Seconds for a server to be ready, and for a round.")] = 1800.0,
 ) -> None:

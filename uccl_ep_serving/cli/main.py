@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 __all__ = ["app"]
 
@@ -76,14 +77,16 @@ def _options(
     pass
 
 
+class _PassedOn(TyperCommand):
+    """Everything after the word goes to the command's own program as it is, ``--help`` and ``--`` included."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return args
+
+
 def _add(name: str, module: str, summary: str) -> None:
-    # everything after the word goes to the command's own program, --help included
-    @app.command(
-        name,
-        short_help=summary,
-        add_help_option=False,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )
+    @app.command(name, cls=_PassedOn, short_help=summary)
     def command(context: typer.Context) -> None:
         program = importlib.import_module(f"uccl_ep_serving.cli.{module}").app
         program(args=context.args, prog_name=f"uccl-ep {name}")

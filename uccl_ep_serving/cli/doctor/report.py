@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
@@ -91,7 +92,7 @@ def run(*, as_json: bool) -> int:
         sections = {title: [asdict(found) for found in findings] for title, findings in report.items()}
         print(json.dumps({"usable": not problems, "sections": sections}, indent=2))
         return 1 if problems else 0
-    console = Console(markup=True, highlight=False)
+    console = Console(markup=True, highlight=False, width=None if sys.stdout.isatty() else 160)
     _print(report, console)
     if problems:
         names = ", ".join(found.name for found in problems)

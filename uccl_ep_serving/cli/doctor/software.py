@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -111,11 +112,15 @@ def _refused(wanted: Path) -> str:
     return "cannot be written"
 
 
-def _engine(name: str, engine: Engine) -> Finding:
+def _engine(name: str, engine: Engine, other: Engine) -> Finding:
     """An engine and how well its version is known."""
     version = engine.installed()
     if version is None:
-        return package(name, required=False)
+        missing = package(name, required=False)
+        if other.installed():
+            # their packages exclude each other
+            return replace(missing, next_step=f"{missing.next_step}, in an environment without {other.title}")
+        return missing
     standing, reason = engine.look_up(version)
     value = f"{version}: {standing.value}, {reason}"
     if standing is Standing.SUPPORTED:
@@ -134,6 +139,9 @@ def _plugin(name: str, engine: Engine, group: str) -> Finding:
 
 def engines() -> Iterator[Finding]:
     """Serving engines, how well their versions are known, and whether they will find the plugin."""
-    for name, engine, group in (("sglang", SGLANG, "sglang.srt.plugins"), ("vllm", VLLM, "vllm.general_plugins")):
-        yield _engine(name, engine)
+    for name, engine, other, group in (
+        ("sglang", SGLANG, VLLM, "sglang.srt.plugins"),
+        ("vllm", VLLM, SGLANG, "vllm.general_plugins"),
+    ):
+        yield _engine(name, engine, other)
         yield _plugin(name, engine, group)
