@@ -44,6 +44,25 @@ def test_who_has_not_met_the_others_is_not_waited_for_to_the_end(monkeypatch: py
     assert [one.where for one in outcome.findings if one.fault] == ["local rank 1 of node 0"]
 
 
+@pytest.mark.parametrize("ends", ["is killed", "hangs"])
+def test_a_rank_that_somebody_has_killed_does_not_hang(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory, say: its end is told, and the others are not waited for to the end."""
+    monkeypatch.setattr(node, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(node, "_START_SECONDS", 30.0 if ends == "is killed" else -59.0)
+    killed = "import os; os.kill(os.getpid(), 9)"
+
+    def start(job: Job, words: IO[bytes]) -> subprocess.Popen[bytes]:
+        code = killed if job.local and ends == "is killed" else "import time; time.sleep(600)"
+        return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, stderr=words, bufsize=0)
+
+    monkeypatch.setattr(node, "_start", start)
+    begun = time.monotonic()
+    said = {one.where: str(one.fault) for one in run_node(JOBS, lambda words: None).findings}
+    assert time.monotonic() - begun < 20
+    assert "other work holds the GPU" in said["local rank 0 of node 0"]
+    assert ("was ended by SIGKILL" in said["local rank 1 of node 0"]) == (ends == "is killed")
+
+
 def test_ranks_that_have_met_may_end_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "_GRACE_SECONDS", 0.3)
     late = Outcome([Finding("tcp", "rank 1", said="right")], [FACTS])

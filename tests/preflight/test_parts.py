@@ -13,8 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from uccl_ep_serving.check.faults import Fault, Wrong
+from uccl_ep_serving.check.faults import REPORT, Fault, Wrong, of
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.preflight import report
 from uccl_ep_serving.preflight.facts import Facts
 from uccl_ep_serving.preflight.job import Finding, Job, of_torchrun, skew
@@ -273,3 +274,10 @@ def test_a_store_is_what_ranks_meet_at() -> None:
     for thread in threads:
         thread.join(30)
     assert sorted(found) == [(0, [b"\0", b"\1"]), (1, [b"\0", b"\1"])]
+
+
+def test_a_wrong_setting_is_no_defect() -> None:
+    fault = of(ConfigError("UCCL_EP_TIMEOUT='foo': not a number"), "rank 0")
+    assert fault.step == "correct or unset it"
+    assert of(ConfigError("no. Next step: that"), "rank 0").step == "that"
+    assert of(RuntimeError("no"), "rank 0").step == REPORT

@@ -6,7 +6,7 @@ import signal
 import traceback
 from dataclasses import dataclass, replace
 
-from ..errors import PeerError
+from ..errors import ConfigError, PeerError
 
 __all__ = ["REPORT", "Fault", "Wrong", "died", "expect", "late", "of", "slow"]
 
@@ -116,6 +116,8 @@ def of(error: BaseException, where: str) -> Fault:
         if any(word in text for word in words):
             cause, step = cause or known, step or known_step
             break
+    if isinstance(error, ConfigError):
+        cause, step = cause or "a setting that is not right here", step or "correct or unset it"
     blames = isinstance(error, PeerError)
     fallback = "the other rank, which shows it elsewhere" if blames else "not known"
     cause, step = cause.rstrip(".") or fallback, step.rstrip(".") or REPORT

@@ -43,6 +43,9 @@ def run_node(jobs: Sequence[Job], say: Callable[[str], None]) -> Outcome:
                     line = key.fileobj.readline()  # type: ignore[union-attr]
                     if not line:
                         selector.unregister(key.fileobj)
+                        if key.data not in outcomes:
+                            # it has ended by itself, and the others wait for it
+                            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
                         continue
                     said = msgspec.json.decode(line, type=Outcome | str)
                     if isinstance(said, Outcome):
@@ -53,8 +56,11 @@ def run_node(jobs: Sequence[Job], say: Callable[[str], None]) -> Outcome:
                     elif key.data == 0:
                         say(said)
         finally:
-            _end(processes)
-        lost = {local: _lost(job, processes[local], words[local]) for local, job in enumerate(jobs)}
+            hung = _end(processes)
+        lost = {
+            local: _lost(job, processes[local], words[local], hangs=processes[local] in hung)
+            for local, job in enumerate(jobs)
+        }
     return _together([outcomes.get(local) or lost[local] for local in range(len(jobs))])
 
 
@@ -73,22 +79,24 @@ def _start(job: Job, words: IO[bytes]) -> subprocess.Popen[bytes]:
     return process
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + _GRACE_SECONDS
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
+    """Those that had to be killed."""
+    deadline, killed = time.monotonic() + _GRACE_SECONDS, []
     for process in processes:
         try:
             process.wait(max(deadline - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+            killed.append(process)
+    return killed
 
 
-def _lost(job: Job, process: subprocess.Popen[bytes], words: IO[bytes]) -> Outcome:
+def _lost(job: Job, process: subprocess.Popen[bytes], words: IO[bytes], *, hangs: bool) -> Outcome:
     """Of a rank that has said nothing in the end."""
     where = f"local rank {job.local} of node {job.node}"
     words.seek(0)
     said = words.read().decode(errors="replace").strip()[-_LAST_WORDS:]
-    hangs = process.returncode == -9
     fault = faults.late(job.seconds, where) if hangs else faults.died(process.returncode, where)
     return Outcome([Finding("process", where, note=f"it said: {said}" if said else "", fault=fault)])
 
