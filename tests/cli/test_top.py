@@ -135,7 +135,7 @@ def test_it_shows_something_early_and_ends_with_ctrl_c(monkeypatch: pytest.Monke
             raise KeyboardInterrupt
 
     monkeypatch.setattr(top.time, "sleep", sleep)
-    monkeypatch.setattr(top, "Console", lambda width: Console(file=open(os.devnull, "w")))  # noqa: SIM115
+    monkeypatch.setattr(top, "wide_console", lambda: Console(file=open(os.devnull, "w")))  # noqa: SIM115
     assert top.run([999999999], 4.0, once=False, as_json=False) == 0
     assert pauses[0] < 0.5
     assert pauses[1:] == [4.0, 4.0]

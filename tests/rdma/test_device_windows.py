@@ -174,11 +174,11 @@ def test_a_long_host_window_is_registered_in_chunks(kind: str, says: bool, monke
     """A write that begins at the end of one lies whole in it; both ends look up the key of its place."""
     monkeypatch.setattr(nic_window, "CHUNK_SHIFT", 14)
     if says:
-        network_of = MemoryNetwork._query_device
+        query_device = MemoryNetwork._query_device
 
         def query(self: Any, index: int, context: int, found: int) -> int:
             self.traits[index].max_mr_size = HOST_BYTES - 1
-            return network_of(self, index, context, found)
+            return query_device(self, index, context, found)
 
         monkeypatch.setattr(MemoryNetwork, "_query_device", query)
     else:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from uccl_ep_serving.bench.card import PATHS, Card
 from uccl_ep_serving.bench.launch import RankFailed, launched_by, prepare_rank
 from uccl_ep_serving.bench.report import plot, require_matplotlib, tables
+from uccl_ep_serving.cli.console import wide_console
 from uccl_ep_serving.cli.ranks import run_as_rank, start_ranks
 from uccl_ep_serving.errors import ConfigError, UcclEpError
 
@@ -32,8 +31,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _report(result: dict[str, Any], json_file: str, plot_file: str) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(tables(result), highlight=False)
+    wide_console().print(tables(result), highlight=False)
     if json_file:
         Path(json_file).write_text(json.dumps(result, indent=1) + "\n")
     if plot_file:

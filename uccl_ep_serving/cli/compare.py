@@ -20,8 +20,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.bench.launch import RankFailed, launched_by, prepare_rank
 from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.cli.console import wide_console
 from uccl_ep_serving.cli.ranks import run_as_rank, start_ranks
-from uccl_ep_serving.compare.directory import missing_starts, open_directory, read_starts, start_file, write_json
+from uccl_ep_serving.compare.directory import (
+    begin_anew,
+    missing_starts,
+    open_directory,
+    read_starts,
+    start_file,
+    write_json,
+)
 from uccl_ep_serving.compare.names import BACKENDS
 from uccl_ep_serving.compare.plan import Plan, given
 from uccl_ep_serving.errors import ConfigError, UcclEpError
@@ -133,13 +141,12 @@ def _report(plan: Plan, directory: Path) -> bool:
     result = assemble(plan, read_starts(directory, plan, given), directory)
     files = write_reports(result, directory)
     keep(result)
-    Console(width=None if sys.stdout.isatty() else 170).print(page_of(result).console(), highlight=False)
+    wide_console(170).print(page_of(result).console(), highlight=False)
     typer.echo(f"\n{files[0]}; beside it: {', '.join(path.name for path in files[1:])}")
     first = plan.backends[0]
     if first not in result["measured"] or not result["verdicts"]:
         why = result["skipped"].get(first) or "nothing else could be measured"
-        step = f"mend that, and remove {directory} or name another with --output: its starts are kept"
-        typer.echo(f"compare: nothing is said of {first}: {why}. Next step: {step}", err=True)
+        typer.echo(f"compare: nothing is said of {first}: {why}. {begin_anew(directory)}", err=True)
         return False
     return not result["wrong"]
 

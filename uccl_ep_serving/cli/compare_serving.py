@@ -17,7 +17,9 @@ import typer
 from rich.console import Console
 
 from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.cli.console import wide_console
 from uccl_ep_serving.compare.directory import (
+    begin_anew,
     missing_starts,
     open_directory,
     read_json,
@@ -101,11 +103,11 @@ def _report(plan: ServingPlan, directory: Path) -> bool:
 
     result = assemble(plan, read_starts(directory, plan, given))
     files = write_reports(result, directory)
-    Console(width=None if sys.stdout.isatty() else 170).print(page_of(result).console(), highlight=False)
+    wide_console(170).print(page_of(result).console(), highlight=False)
     typer.echo(f"\n{files[0]}; beside it: {', '.join(path.name for path in files[1:])}, logs, clients")
     if result["skipped"]:
-        step = f"mend that, and remove {directory} or name another with --output: its starts are kept"
-        typer.echo(f"compare-serving: {', '.join(result['skipped'])} was not measured. Next step: {step}", err=True)
+        skipped = ", ".join(result["skipped"])
+        typer.echo(f"compare-serving: {skipped} was not measured. {begin_anew(directory)}", err=True)
     return not result["wrong"] and not result["skipped"]
 
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from uccl_ep_serving.cli.console import wide_console
 from uccl_ep_serving.proxy.transport.select import DIRECT
 from uccl_ep_serving.stats import query, serving_processes
 
@@ -130,7 +129,7 @@ def run(pids: Sequence[int], interval: float, once: bool, as_json: bool) -> int:
         found = read_all(pids)
         print(json.dumps(list(found.values()), indent=1))
         return 0 if found else 1
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = wide_console()
     before, since = read_all(pids), time.monotonic()
 
     def next_table(pause: float) -> Table:

@@ -20,12 +20,14 @@ from uccl_ep_serving.errors import ConfigError
 __all__ = [
     "FEWEST_STARTS",
     "Planned",
+    "begin_anew",
     "lasting",
     "missing_starts",
     "open_directory",
     "read_json",
     "read_starts",
     "start_file",
+    "variables",
     "write_json",
 ]
 
@@ -33,6 +35,7 @@ __all__ = [
 FEWEST_STARTS = 3
 _FORMAT = 2
 _PLAN = "plan.json"
+#: Of the variables that settings are read from.
 _SETTINGS = ("UCCL_EP_", "NCCL_")
 #: Of a machine, what changes from one look to the next.
 _PASSING = ("when", "load", "load_after")
@@ -93,7 +96,7 @@ def open_directory(directory: Path, plan: Planned, machine: Mapping[str, Any]) -
         if not path.exists():
             if any(directory.iterdir()):
                 raise ConfigError(f"compare: {directory} holds other files. Next step: name a new directory")
-            begun = {"format": _FORMAT, "package": package, "plan": plan.as_dict(), "variables": _variables()}
+            begun = {"format": _FORMAT, "package": package, "plan": plan.as_dict(), "variables": variables(_SETTINGS)}
             write_json(path, begun)
         file = path.open()
     except OSError as error:
@@ -108,9 +111,10 @@ def open_directory(directory: Path, plan: Planned, machine: Mapping[str, Any]) -
                 "Next step: name a new directory, or give the same options"
             )
         # also of a finished one: whoever sets a variable wants to know what it does
-        if (variables := kept.get("variables", {})) != _variables():
+        before, now = kept.get("variables", {}), variables(_SETTINGS)
+        if before != now:
             raise ConfigError(
-                f"compare: {directory} was begun with other variables ({_difference(variables, _variables())}). "
+                f"compare: {directory} was begun with other variables ({_difference(before, now)}). "
                 "Next step: name a new directory with --output, or set them as they were"
             )
         if kept["package"] != package and missing_starts(directory, plan):
@@ -121,10 +125,15 @@ def open_directory(directory: Path, plan: Planned, machine: Mapping[str, Any]) -
         yield
 
 
-def _variables() -> dict[str, str]:
-    """Those that settings are read from, but the key."""
+def variables(beginnings: tuple[str, ...]) -> dict[str, str]:
+    """Variables in force by name, of those whose names begin so, but the key."""
     given = sorted(os.environ.items())
-    return {name: value for name, value in given if name.startswith(_SETTINGS) and name != KEY_VARIABLE}
+    return {name: value for name, value in given if name.startswith(beginnings) and name != KEY_VARIABLE}
+
+
+def begin_anew(directory: Path) -> str:
+    """The next step where a start that has been kept lacks a backend."""
+    return f"Next step: mend that, and remove {directory} or name another with --output: its starts are kept"
 
 
 def _alone(descriptor: int, directory: Path) -> None:

@@ -24,8 +24,8 @@ from uccl_ep_serving.bench.routing import Routing, trace_digest
 from uccl_ep_serving.bench.subjects import Phases, Subject, timed
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.compare.backends import open_backend, read_counters, why_not
+from uccl_ep_serving.compare.directory import variables
 from uccl_ep_serving.compare.plan import Plan, order_of_round
-from uccl_ep_serving.config import KEY_VARIABLE
 from uccl_ep_serving.errors import in_words
 from uccl_ep_serving.traffic.advice import device_name, transport_name
 
@@ -275,11 +275,7 @@ def measure_start(plan: Plan, number: int, progress: Progress = lambda done, wha
         "plan": plan.digest,
         "start": number,
         "machines": machines,
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(_TELLING) and name != KEY_VARIABLE
-        },
+        "environment": variables(_TELLING),
         "device": device_name(device),
         "devices": sorted({one["device"] for one in gathered}),
         "routing": digest,

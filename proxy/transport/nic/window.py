@@ -1,12 +1,11 @@
 """Registration of a window with a NIC: one region, or chunks where that would be too large for it.
 
 Host windows are registered with relaxed ordering, in chunks of 1 GiB where they are longer than 2 GiB or than the NIC
-says a region may be: of ordinary pages EFA takes a million in a region, and AMD's Pollara has refused 3 GiB. A device
-window is tried by its address first: that
-works where a peer-memory module (nvidia-peermem, amdgpu's) is loaded. Otherwise it is exported as dma-buf and
-registered in chunks of 1 GiB, because with a full IOMMU a single dma-buf region above 2 GiB can fail with ENOMEM
-(kernel 5.12 or newer and rdma-core 34 are needed). Writes into GPU memory never have relaxed ordering: a GPU promises
-nothing of writes that may pass each other on the way to it.
+says a region may be (:data:`WHOLE_BYTES`). A device window is tried by its address first: that works where a
+peer-memory module (nvidia-peermem, amdgpu's) is loaded. Otherwise it is exported as dma-buf and registered in chunks of
+1 GiB, because with a full IOMMU a single dma-buf region above 2 GiB can fail with ENOMEM (kernel 5.12 or newer and
+rdma-core 34 are needed). Writes into GPU memory never have relaxed ordering: a GPU promises nothing of writes that may
+pass each other on the way to it.
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
+from uccl_ep_serving.cli.console import wide_console
 from uccl_ep_serving.cli.doctor.container import container
 from uccl_ep_serving.cli.doctor.findings import Finding, Status
 from uccl_ep_serving.cli.doctor.gpus import gpus
@@ -92,7 +92,7 @@ def run(*, as_json: bool) -> int:
         sections = {title: [asdict(found) for found in findings] for title, findings in report.items()}
         print(json.dumps({"usable": not problems, "sections": sections}, indent=2))
         return 1 if problems else 0
-    console = Console(markup=True, highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = wide_console(highlight=False)
     _print(report, console)
     if problems:
         names = ", ".join(found.name for found in problems)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.compare.directory import variables
 from uccl_ep_serving.compare.plan import order_of_round
 from uccl_ep_serving.compare.serving.engines import ENGINES, ClientFailed
 from uccl_ep_serving.compare.serving.launch import server_of
@@ -124,9 +124,7 @@ def measure_start(
         "machine": {**machine, "load_after": describe()["load"]},
         "versions": _versions(plan),
         "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(_TELLING) and not any(word in name for word in _SECRET)
+            name: value for name, value in variables(_TELLING).items() if not any(word in name for word in _SECRET)
         },
         "skipped": skipped,
         "servers": servers,

@@ -1,0 +1,14 @@
+"""Where commands print their tables."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+__all__ = ["wide_console"]
+
+
+def wide_console(columns: int = 160, *, highlight: bool = True) -> Console:
+    """The terminal; a file or a pipe has no width, and gets lines of ``columns``."""
+    return Console(width=None if sys.stdout.isatty() else columns, highlight=highlight)
