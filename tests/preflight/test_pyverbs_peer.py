@@ -33,7 +33,8 @@ def test_lids_are_told_and_used(link: int, flags: int, routed: int, monkeypatch:
     monkeypatch.setitem(sys.modules, "pyverbs", SimpleNamespace(**pyverbs))
     for name, module in pyverbs.items():
         monkeypatch.setitem(sys.modules, f"pyverbs.{name}", module)
-    peer = PyverbsPeer("mlx5_0", 0, 64)
+    peer = PyverbsPeer("mlx5_0", 0, 64, pkey_index=2)
+    assert pyverbs["qp"].QPAttr.return_value.pkey_index == 2
     there = msgspec.msgpack.decode(peer.address(), strict=False)
     assert there["rails"][0]["lid"] == 7
     there["rails"][0].update(lid=8, numbers={1: [11]})

@@ -165,7 +165,7 @@ def _with_pyverbs(stack: contextlib.ExitStack, rail: Rail, settings: Settings) -
     window = np.zeros(2 * _HALF, np.uint8)
     endpoint = _endpoint(stack, nics, rail, 0, window)
     port, gid = nics.place_of(rail.transport)
-    peer = PyverbsPeer(rail.name, gid, 2 * _HALF, port)
+    peer = PyverbsPeer(rail.name, gid, 2 * _HALF, port, settings.nic_pkey_index)
     stack.callback(peer.close)
     peer.connect(endpoint.address())
     _connect([endpoint], [b"", peer.address()])

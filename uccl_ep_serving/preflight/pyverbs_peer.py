@@ -22,11 +22,11 @@ class PyverbsPeer:
 
     Args:
         device, port: of the NIC.
-        gid_index: of its port.
+        gid_index, pkey_index: of its port.
         window_bytes: of its window.
     """
 
-    def __init__(self, device: str, gid_index: int, window_bytes: int, port: int = 1) -> None:
+    def __init__(self, device: str, gid_index: int, window_bytes: int, port: int = 1, pkey_index: int = 0) -> None:
         from pyverbs import enums
         from pyverbs.cq import CQ
         from pyverbs.device import Context
@@ -44,7 +44,7 @@ class PyverbsPeer:
         cap = QPCap(max_send_wr=64, max_recv_wr=256, max_send_sge=1, max_recv_sge=1)
         init = QPInitAttr(qp_type=enums.IBV_QPT_RC, scq=self.cq, rcq=self.cq, cap=cap)
         self.attributes = QPAttr(port_num=port)
-        self.attributes.qp_access_flags = access
+        self.attributes.qp_access_flags, self.attributes.pkey_index = access, pkey_index
         self.qp = QP(self.pd, init)
         self.qp.to_init(self.attributes)
         self.gid = ipaddress.IPv6Address(str(self.context.query_gid(port, gid_index).gid))
