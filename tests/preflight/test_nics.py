@@ -61,7 +61,7 @@ def check(
     load(WIRE, *cpu_groups(), *proxy_groups("auto", ("efa", "roce")))
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=30))
-    outcomes: dict[int, Outcome] = {}
+    outcomes = {rank_: Outcome([]) for rank_ in range(RANKS)}
     failures: list[BaseException] = []
 
     def work(rank_: int) -> None:
@@ -70,7 +70,7 @@ def check(
         job = Job(RANKS, rank_, 1, 0, "", 0, 60.0, doctor=(Finding("doctor", f"node {rank_}"),))
         try:
             told = say if rank_ == 0 else lambda words: None
-            outcomes[rank_] = rank.examine(Meeting(store, place), job, lambda: settings(rank_), device, told)
+            rank.examine(outcomes[rank_], Meeting(store, place), job, lambda: settings(rank_), device, told)
         except BaseException as failure:
             failures.append(failure)
 

@@ -14,7 +14,7 @@ from uccl_ep_serving.preflight import node
 from uccl_ep_serving.preflight.facts import Facts
 from uccl_ep_serving.preflight.job import Finding, Job
 from uccl_ep_serving.preflight.node import run_node
-from uccl_ep_serving.preflight.outcome import Outcome
+from uccl_ep_serving.preflight.outcome import Line, Outcome
 
 FACTS = Facts(0, "host-a", {}, {}, "10.0.0.1", "eth0", 1500)
 JOBS = [Job(2, 0, 1, local, "", 0, 60.0) for local in range(2)]
@@ -22,14 +22,19 @@ JOBS = [Job(2, 0, 1, local, "", 0, 60.0) for local in range(2)]
 MET, ALONE = Outcome([Finding("shm", "rank 0", said="right")], [FACTS]), Outcome([Finding("meeting", "rank 0")])
 
 
-def scripts(monkeypatch: pytest.MonkeyPatch, *each: tuple[float, Outcome | None]) -> None:
-    """Ranks that say what they have found after so many seconds; None: they never end."""
+def scripts(monkeypatch: pytest.MonkeyPatch, *each: tuple[float, Outcome | None], begins: str = "") -> None:
+    """Ranks that say what they have found after so many seconds; None: they never end.
+
+    With ``begins`` each says at once that this part begins, and the first one what has been found before.
+    """
 
     def start(job: Job, words: IO[bytes]) -> subprocess.Popen[bytes]:
         seconds, outcome = each[job.local]
-        said = b"" if outcome is None else msgspec.json.encode(outcome)
+        lines = [Line(begins, None if job.local else MET)] if begins else []
+        first = "".join(msgspec.json.encode(line).decode() + "\n" for line in lines)
+        last = "" if outcome is None else msgspec.json.encode(Line(end=outcome)).decode()
         wait = 600 if outcome is None else seconds
-        code = f"import time; time.sleep({wait}); print({said.decode()!r})"
+        code = f"import time; print({first!r}, end='', flush=True); time.sleep({wait}); print({last!r})"
         return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, stderr=words, bufsize=0)
 
     monkeypatch.setattr(node, "_start", start)
@@ -48,7 +53,7 @@ def test_who_has_not_met_the_others_is_not_waited_for_to_the_end(monkeypatch: py
 def test_a_rank_that_somebody_has_killed_does_not_hang(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of memory, say: its end is told, and the others are not waited for to the end."""
     monkeypatch.setattr(node, "_GRACE_SECONDS", 0.3)
-    monkeypatch.setattr(node, "_START_SECONDS", 30.0 if ends == "is killed" else -59.0)
+    monkeypatch.setattr(node, "_START_SECONDS", 30.0 if ends == "is killed" else 0.5)
     killed = "import os; os.kill(os.getpid(), 9)"
 
     def start(job: Job, words: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -59,8 +64,21 @@ def test_a_rank_that_somebody_has_killed_does_not_hang(ends: str, monkeypatch: p
     begun = time.monotonic()
     said = {one.where: str(one.fault) for one in run_node(JOBS, lambda words: None).findings}
     assert time.monotonic() - begun < 20
-    assert "other work holds the GPU" in said["local rank 0 of node 0"]
+    assert "in the part: start of the rank" in said["local rank 0 of node 0"]
     assert ("was ended by SIGKILL" in said["local rank 1 of node 0"]) == (ends == "is killed")
+
+
+def test_what_was_found_before_a_part_that_never_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a check counts from the first part, and is no longer than it says."""
+    monkeypatch.setattr(node, "_GRACE_SECONDS", 0.3)
+    scripts(monkeypatch, (0.0, None), (0.0, None), begins="low-latency mode")
+    begun, said = time.monotonic(), []
+    outcome = run_node([msgspec.structs.replace(job, seconds=2.0) for job in JOBS], said.append)
+    assert 2 < time.monotonic() - begun < 20
+    assert said == ["low-latency mode"]
+    assert outcome.findings[0] == MET.findings[0]
+    assert [one.where for one in outcome.findings if one.fault] == ["local rank 0 of node 0", "local rank 1 of node 0"]
+    assert "within 2 s; found none, in the part: low-latency mode" in str(outcome.findings[1].fault)
 
 
 def test_ranks_that_have_met_may_end_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from uccl_ep_serving.check.faults import REPORT, Fault, Wrong, of
 from uccl_ep_serving.config import Settings
-from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.preflight import report
+from uccl_ep_serving.errors import BootstrapError, ConfigError
+from uccl_ep_serving.preflight import rank, report
 from uccl_ep_serving.preflight.facts import Facts
 from uccl_ep_serving.preflight.job import Finding, Job, of_torchrun, skew
 from uccl_ep_serving.preflight.meeting import _reach, meet
@@ -281,3 +281,21 @@ def test_a_wrong_setting_is_no_defect() -> None:
     assert fault.step == "correct or unset it"
     assert of(ConfigError("no. Next step: that"), "rank 0").step == "that"
     assert of(RuntimeError("no"), "rank 0").step == REPORT
+
+
+def test_what_was_found_is_kept_when_a_later_part_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank is gone: the parts before it are told all the same."""
+    well = Finding("shm", "rank 0 -> rank 1", said="right")
+
+    def stops(outcome: Outcome, *_: object) -> None:
+        outcome.findings.append(well)
+        raise BootstrapError("rank 1 did not come")
+
+    monkeypatch.setattr(rank, "examine", stops)
+    job = Job(1, 0, 1, 0, "127.0.0.1", _free(), 10.0, doctor=(Finding("doctor", "node 0"),))
+    told: list[str] = []
+    found = rank.run(job, lambda words, outcome: told.append(f"{words}: {len(outcome.findings)}")).findings
+    assert [(one.part, one.where) for one in found[:2]] == [("doctor", "node 0"), (well.part, well.where)]
+    assert found[2].where == "rank 0 on node 0"
+    assert "rank 1 did not come" in str(found[2].fault)
+    assert told == ["waits for 1 node: 1"]

@@ -25,6 +25,7 @@ def _check(rank: int, path: str, answers: Any) -> None:
     from uccl_ep_serving.preflight import ways
     from uccl_ep_serving.preflight.job import Job, Place
     from uccl_ep_serving.preflight.meeting import Meeting
+    from uccl_ep_serving.preflight.outcome import Outcome
 
     try:
         # emulation is slow: a second before anything is sent again; layers of both modes have a test of their own
@@ -35,7 +36,8 @@ def _check(rank: int, path: str, answers: Any) -> None:
         store.set_timeout(datetime.timedelta(seconds=90))
         meeting = Meeting(store, Place(0, 1, rank, 2, rank, 2))
         job = Job(1, 0, 2, rank, "", 0, 120.0)
-        outcome = one_rank.examine(meeting, job, lambda: settings, None, lambda words: None)
+        outcome = Outcome([])
+        one_rank.examine(outcome, meeting, job, lambda: settings, None, lambda words: None)
         answers.put((rank, outcome.passed, [(one.part, one.said, str(one.fault or "")) for one in outcome.findings]))
     except BaseException:
         answers.put((rank, False, [("", "", traceback.format_exc())]))

@@ -36,7 +36,9 @@ def check(
     ranks_per_node: Annotated[
         int, typer.Option(min=0, help="Ranks of this node; 0: one for each GPU; without any 2, of several nodes 1.")
     ] = 0,
-    seconds: Annotated[float, typer.Option(min=10, help="That all parts may take together.")] = 120.0,
+    seconds: Annotated[
+        float, typer.Option(min=10, help="That all parts may take together, once ranks have started.")
+    ] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Try everything that serving needs, on one node or several, and say what stands in the way.

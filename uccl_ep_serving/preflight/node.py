@@ -15,21 +15,24 @@ from typing import IO
 import msgspec
 
 from ..check import faults
+from ..check.faults import Fault
 from .job import Finding, Job, skew
-from .outcome import Outcome
+from .outcome import Line, Outcome
 
 __all__ = ["run_node"]
 
-#: Beyond the time of a check: starting an interpreter with torch, and ending what hangs.
+#: Before the time of a check: starting an interpreter with torch; and after it: ending what hangs.
 _START_SECONDS, _GRACE_SECONDS = 60.0, 10.0
 #: Of what a process has said on its way to an end of its own.
 _LAST_WORDS = 400
 
 
 def run_node(jobs: Sequence[Job], say: Callable[[str], None]) -> Outcome:
-    """What the ranks of ``jobs``, those of this node, have found together. A rank that ends or hangs is a finding."""
-    deadline = time.monotonic() + jobs[0].seconds + skew(jobs[0]) + _START_SECONDS
+    """What the ranks of ``jobs``, those of this node, have found together. A rank that ends or hangs is a finding,
+    beside what was found before."""
+    part, deadline = "", time.monotonic() + _START_SECONDS
     outcomes: dict[int, Outcome] = {}
+    so_far: list[Outcome] = []
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         words = [stack.enter_context(tempfile.TemporaryFile()) for _ in jobs]
@@ -40,28 +43,28 @@ def run_node(jobs: Sequence[Job], say: Callable[[str], None]) -> Outcome:
         try:
             while selector.get_map() and (left := deadline - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
-                    line = key.fileobj.readline()  # type: ignore[union-attr]
-                    if not line:
+                    text = key.fileobj.readline()  # type: ignore[union-attr]
+                    line = msgspec.json.decode(text, type=Line) if text else Line()
+                    if line.end:
+                        outcomes[key.data] = line.end
+                    if not text:
                         selector.unregister(key.fileobj)
-                        if key.data not in outcomes:
-                            # it has ended by itself, and the others wait for it
-                            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-                        continue
-                    said = msgspec.json.decode(line, type=Outcome | str)
-                    if isinstance(said, Outcome):
-                        outcomes[key.data] = said
-                        if not said.known:
-                            # the others wait for a rank that has not come so far
-                            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-                    elif key.data == 0:
-                        say(said)
+                    elif line.begins and key.data == 0:
+                        if not part:
+                            deadline = time.monotonic() + jobs[0].seconds + skew(jobs[0])
+                        part, so_far = line.begins, [line.so_far] if line.so_far else []
+                        say(part)
+                    if (not text and key.data not in outcomes) or (line.end and not line.end.known):
+                        # the others wait for a rank that has ended by itself, or has not come so far
+                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         finally:
             hung = _end(processes)
-        lost = {
-            local: _lost(job, processes[local], words[local], hangs=processes[local] in hung)
+        lost = [
+            _lost(job, processes[local], words[local], part if processes[local] in hung else None)
             for local, job in enumerate(jobs)
-        }
-    return _together([outcomes.get(local) or lost[local] for local in range(len(jobs))])
+            if local not in outcomes
+        ]
+    return _together([*(outcomes.values() or so_far), *lost])
 
 
 def _start(job: Job, words: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -92,12 +95,20 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> list[subprocess.Popen[
     return killed
 
 
-def _lost(job: Job, process: subprocess.Popen[bytes], words: IO[bytes], *, hangs: bool) -> Outcome:
-    """Of a rank that has said nothing in the end."""
+def _lost(job: Job, process: subprocess.Popen[bytes], words: IO[bytes], hangs: str | None) -> Outcome:
+    """Of a rank that has said nothing in the end; ``hangs``: the part in which it was ended, "" before the first."""
     where = f"local rank {job.local} of node {job.node}"
     words.seek(0)
     said = words.read().decode(errors="replace").strip()[-_LAST_WORDS:]
-    fault = faults.late(job.seconds, where) if hangs else faults.died(process.returncode, where)
+    fault = faults.died(process.returncode, where)
+    if hangs is not None:
+        fault = Fault(
+            where,
+            f"an end within {job.seconds:.0f} s",
+            f"none, in the part: {hangs or 'start of the rank'}; its process was ended",
+            "a slow machine, other work on its cores or GPUs, or a rank that waits for another one that has failed",
+            "check again when the machine is idle, with --seconds 600; a GPU: nvidia-smi or rocm-smi shows who uses it",
+        )
     return Outcome([Finding("process", where, note=f"it said: {said}" if said else "", fault=fault)])
 
 

@@ -7,7 +7,7 @@ import msgspec
 from .facts import Facts
 from .job import Finding
 
-__all__ = ["Outcome"]
+__all__ = ["Line", "Outcome"]
 
 
 class Outcome(msgspec.Struct):
@@ -27,3 +27,17 @@ class Outcome(msgspec.Struct):
     def passed(self) -> bool:
         """Nothing stands in the way."""
         return not any(one.fault for one in self.findings)
+
+
+class Line(msgspec.Struct, omit_defaults=True):
+    """What a rank tells at a time to who has started it; one of these.
+
+    Attributes:
+        begins: the part that begins now.
+        so_far: what has been found before it.
+        end: what has been found at all; the rank ends.
+    """
+
+    begins: str = ""
+    so_far: Outcome | None = None
+    end: Outcome | None = None

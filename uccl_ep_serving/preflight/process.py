@@ -9,22 +9,25 @@ import msgspec
 
 from ..bench.launch import die_with_parent
 from .job import Job
+from .outcome import Line
 from .rank import run
 
 __all__: list[str] = []
 
 
 def main() -> None:
-    """Lines of JSON: words for whoever waits, then the outcome."""
+    """A :class:`Line` of JSON for each part that begins, then one with all that has been found."""
     die_with_parent(os.getppid())
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     out, sys.stdout = sys.stdout.buffer, sys.stderr  # what libraries print is no part of it
 
-    def say(words: object) -> None:
-        out.write(msgspec.json.encode(words) + b"\n")
+    def tell(line: Line) -> None:
+        out.write(msgspec.json.encode(line) + b"\n")
         out.flush()
 
-    say(run(job, say))
+    # all ranks find the same: the first tells of it
+    outcome = run(job, lambda words, found: tell(Line(words, None if job.local else found)))
+    tell(Line(end=outcome))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What one rank of a check does, part by part; all ranks come to the same findings, and stop after the same part."""
+"""What one rank of a check does, part by part; all ranks come to the same findings, and stop after the same part.
+
+What has been found is kept when a later part fails, or never ends.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +27,25 @@ from .ways import JOB, try_way, ways_of
 
 __all__ = ["examine", "run"]
 
-Say = Callable[[str], None]
 _T = TypeVar("_T")
 
 
-def run(job: Job, say: Say) -> Outcome:
-    """The check as one rank sees it. Never raises."""
+def run(job: Job, say: Callable[[str, Outcome], None]) -> Outcome:
+    """The check as one rank sees it. Never raises. ``say`` is told what begins, and what has been found before it."""
+    outcome, where = Outcome(list(job.doctor)), f"node {job.node}"
+    part = "meeting"
     try:
         device = _device(job)
-        meeting = meet(job, say)
-    except Exception as error:
-        return Outcome(
-            [*job.doctor, Finding("meeting", f"node {job.node}", fault=faults.of(error, f"node {job.node}"))]
-        )
-    try:
-        return examine(meeting, job, Settings.from_environment, device, say)
+        meeting = meet(job, lambda words: say(words, outcome))
+        try:
+            part, where = "check", f"rank {meeting.place.rank} on node {job.node}"
+            examine(outcome, meeting, job, Settings.from_environment, device, lambda words: say(words, outcome))
+        finally:
+            with contextlib.suppress(RuntimeError):
+                meeting.leave()
     except Exception as error:  # another rank is gone, or a defect of the check itself
-        where = f"rank {meeting.place.rank} on node {job.node}"
-        return Outcome([*job.doctor, Finding("check", where, fault=faults.of(error, where))])
-    finally:
-        with contextlib.suppress(RuntimeError):
-            meeting.leave()
+        outcome.findings.append(Finding(part, where, fault=faults.of(error, where)))
+    return outcome
 
 
 def _device(job: Job) -> torch.device | None:
@@ -57,35 +58,41 @@ def _device(job: Job) -> torch.device | None:
 
 
 def examine(
-    meeting: Meeting, job: Job, settings: Callable[[], Settings], device: torch.device | None, say: Say
-) -> Outcome:
+    outcome: Outcome,
+    meeting: Meeting,
+    job: Job,
+    settings: Callable[[], Settings],
+    device: torch.device | None,
+    say: Callable[[str], None],
+) -> None:
     """All parts, one after the other. Collective.
 
     Args:
+        outcome: gets what each part has found.
         settings: gives those in force, or raises ConfigError.
         device: of this rank's tensors where that is a GPU ("cpu": one in memory).
 
     Raises:
         BootstrapError: another rank did not come to a part.
     """
-    outcome = Outcome(_all(meeting, "doctor", list(job.doctor)))
+    outcome.findings = _all(meeting, "doctor", list(job.doctor))
     say("facts")
     mine, findings = _facts(meeting, settings, device)
     told = _gather(meeting, "facts", mine, Facts | None)
     outcome.findings += _all(meeting, "facts found", findings)
     known = [one for one in told if one is not None]
     if len(known) < len(told):
-        return outcome
+        return
     outcome.known = known
     outcome.findings += compare(known)
     if any(one.fault for one in outcome.findings if one.part in ("versions", "settings")):
-        return outcome
+        return
     in_force = settings()
     say("TCP")
     reached = _reach(meeting, known, in_force)
     outcome.findings += reached
     if any(one.fault for one in reached):
-        return outcome
+        return
     if any(one.rails for one in known):
         rails = known[meeting.place.rank].rails
         alone = [found for rail in rails for found in try_nic(rail, meeting.place, in_force, device, say)]
@@ -100,7 +107,6 @@ def examine(
         gathered = _all(meeting, f"{mode} found", found)
         wrong = [one for one in gathered if one.fault]
         outcome.findings += wrong or [msgspec.structs.replace(gathered[0], where="all ranks")]
-    return outcome
 
 
 def _facts(

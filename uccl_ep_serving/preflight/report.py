@@ -53,7 +53,7 @@ def run(
         # imports torch, which who only starts ranks does not need
         from .rank import run as run_rank
 
-        outcome = run_rank(job, say)
+        outcome = run_rank(job, lambda words, found: say(words))
     else:
         if job.nodes == 1:
             job = msgspec.structs.replace(job, port=free_port())
