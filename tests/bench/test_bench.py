@@ -180,6 +180,8 @@ class TestLaunch:
         assert launched_by({"RANK": "1", "WORLD_SIZE": "2"}) == ("torchrun", 1, 2)
         assert launched_by({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}) == ("mpirun", 3, 4)
         assert launched_by({"PMI_RANK": "0", "PMI_SIZE": "2"}) == ("mpirun", 0, 2)
+        with pytest.raises(ConfigError, match=r"RANK, WORLD_SIZE: .*'x'"):
+            launched_by({"RANK": "x", "WORLD_SIZE": "2"})
 
     @pytest.mark.parametrize(
         ("variables", "place"),
@@ -197,6 +199,11 @@ class TestLaunch:
         prepare_rank(9, 16)
         assert local_place(os.environ) == place
         assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("9", "16")
+
+    def test_a_rank_without_its_masters_address_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "10.0.0.1"})
+        with pytest.raises(ConfigError, match="MASTER_PORT is not set: start with torchrun"):
+            prepare_rank(0, 2)
 
     def test_a_launcher_that_does_not_say_the_place_is_refused(self) -> None:
         with pytest.raises(ConfigError, match=r"LOCAL_RANK is not set, .*torchrun"):
@@ -511,6 +518,8 @@ class TestRuns:
             (["--path", "rdma"], "path rdma"),
             (["--dtype", "int4"], "dtype int4"),
             (["--repeat", "0"], "repeat = 0"),
+            (["--json", "/proc/nowhere/result.json"], "/proc/nowhere/result.json cannot be written"),
+            (["--plot", "/proc"], "/proc cannot be written"),
         ],
     )
     def test_wrong_options_are_refused_before_anything_starts(self, options: list[str], words: str) -> None:

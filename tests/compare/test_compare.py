@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.bench.problem import WrongData
+from uccl_ep_serving.cli import compare as command
 from uccl_ep_serving.cli.compare import _next_start, app, run_standalone
 from uccl_ep_serving.compare import run as compare_run
 from uccl_ep_serving.compare.advice import verdicts_to_keep
@@ -525,6 +526,15 @@ class TestCommand:
         done = CliRunner().invoke(app, options.split())
         assert done.exit_code == 2
         assert words in done.output
+
+    def test_an_interruption_says_that_starts_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(command, "run_standalone", interrupted)
+        done = CliRunner().invoke(app, ["--backends", "gloo,gloo"])
+        assert done.exit_code == 130
+        assert "the same command goes on" in done.output
 
     def test_rank_0_keeps_the_directory_to_itself_and_all_hear_what_it_may_not_be(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -332,6 +332,7 @@ class TestTheCommand:
             (["--", "srun", "x"], "names neither"),
             (["--engine", "vllm", "--", "x"], "vllm is not installed"),
             (["--engine", "sglang", "--with", "none", "--", "x"], "write 'BACKEND: NAME=VALUE"),
+            (["--engine", "sglang", "--client", "--name 'x", "--", "sglang", "x"], "No closing quotation"),
         ],
     )
     def test_wrong_options_are_refused_before_anything_starts(

@@ -45,6 +45,9 @@ def test_torchrun_says_who_takes_part() -> None:
     }  # fmt: skip
     assert of_torchrun(variables, 60.0) == Job(2, 1, 8, 1, "10.0.0.1", 29400, 60.0, served=True)
     assert of_torchrun({"MASTER_ADDR": "10.0.0.1"}, 60.0) is None
+    without = {name: value for name, value in variables.items() if name != "MASTER_PORT"}
+    with pytest.raises(ConfigError, match=r"'MASTER_PORT' is missing\. Next step: start with torchrun"):
+        of_torchrun(without, 60.0)
 
 
 class TestMeeting:

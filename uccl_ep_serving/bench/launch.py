@@ -43,12 +43,15 @@ class RankFailed(RuntimeError):
 
 
 def launched_by(environment: Mapping[str, str]) -> tuple[str, int, int]:
-    """(launcher, rank, size): ("torchrun", …), ("mpirun", …), or ("", 0, 0) when nobody has started ranks yet."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return "torchrun", int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    for rank, size in _MPI:
+    """(launcher, rank, size): ("torchrun", …), ("mpirun", …), or ("", 0, 0) when nobody has started ranks yet. Raises
+    ConfigError where the launcher's variables are no numbers."""
+    for rank, size in (("RANK", "WORLD_SIZE"), *_MPI):
         if rank in environment and size in environment:
-            return "mpirun", int(environment[rank]), int(environment[size])
+            try:
+                numbers = int(environment[rank]), int(environment[size])
+            except ValueError as error:
+                raise ConfigError(f"{rank}, {size}: {error}. Next step: unset them, or start with torchrun") from None
+            return ("torchrun" if rank == "RANK" else "mpirun"), *numbers
     return "", 0, 0
 
 
@@ -157,7 +160,7 @@ def run_ranks(command: Sequence[str], ranks: int, timeout: float, mpirun: str = 
 
 def prepare_rank(rank: int, size: int) -> None:
     """Complete what mpirun leaves out of the environment that torch.distributed reads, and LOCAL_RANK and
-    LOCAL_WORLD_SIZE where it says them."""
+    LOCAL_WORLD_SIZE where it says them. Raises ConfigError where the master's address is missing."""
     os.environ.setdefault("RANK", str(rank))
     os.environ.setdefault("WORLD_SIZE", str(size))
     for local_rank, local_size in _MPI_LOCAL:
@@ -166,7 +169,7 @@ def prepare_rank(rank: int, size: int) -> None:
             os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ[local_size])
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
-            sys.exit(f"bench: {name} is not set: start with torchrun, or set it for mpirun (mpirun -x {name}=…)")
+            raise ConfigError(f"{name} is not set: start with torchrun, or set it for mpirun (mpirun -x {name}=…)")
 
 
 def local_place(environment: Mapping[str, str]) -> tuple[int, int]:

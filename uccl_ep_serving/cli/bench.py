@@ -30,6 +30,13 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
 
 
+def _require_writable(file: Path) -> None:
+    """Before anything is measured. Raises ConfigError."""
+    place = file if file.exists() else file.parent
+    if file.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(f"{file} cannot be written. Next step: name a file in a directory that exists and is yours")
+
+
 def _report(result: dict[str, Any], json_file: str, plot_file: str) -> None:
     wide_console().print(tables(result), highlight=False)
     if json_file:
@@ -99,10 +106,12 @@ def bench(
     Times are those of the slowest rank; ratios come from calls measured right after one another. Other settings are
     the UCCL_EP_* variables, as everywhere.
     """
-    launcher, rank, size = launched_by(os.environ)
     try:
+        launcher, rank, size = launched_by(os.environ)
         if plot_file:
             require_matplotlib()
+        for file in filter(None, (json_file, plot_file)):
+            _require_writable(Path(file))
         if launcher and ranks not in (0, size):
             raise ConfigError(f"--ranks {ranks}, but {launcher} started {size}: leave --ranks out")
         card = Card(
@@ -133,3 +142,6 @@ def bench(
     except (UcclEpError, AssertionError, RankFailed) as error:
         typer.echo(f"bench: {type(error).__name__}: {error}", err=True)
         raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("bench: interrupted", err=True)
+        raise typer.Exit(130) from None

@@ -34,7 +34,10 @@ def check(
     master: Annotated[str, typer.Option(help="An address of node 0 that the others reach.")] = "",
     port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port of node 0 where they meet.")] = _PORT,
     ranks_per_node: Annotated[
-        int, typer.Option(min=0, help="Ranks of this node; 0: one for each GPU; without any 2, of several nodes 1.")
+        int,
+        typer.Option(
+            min=0, max=128, help="Ranks of this node; 0: one for each GPU; without any 2, of several nodes 1."
+        ),
     ] = 0,
     seconds: Annotated[
         float, typer.Option(min=10, help="That all parts may take together, once ranks have started.")
@@ -64,12 +67,18 @@ def check(
         raise typer.Exit(2)
     if gpu:
         raise typer.Exit(_gpu_alone(only, seconds, as_json))
+    from uccl_ep_serving.errors import ConfigError
     from uccl_ep_serving.preflight import report
     from uccl_ep_serving.preflight.job import Job
 
     ranks = ranks_per_node or _gpus() or (2 if nnodes == 1 else 1)
     job = Job(nnodes, node_rank, ranks, 0, master or "127.0.0.1", port, seconds)
-    raise typer.Exit(report.run(job, os.environ, lambda node: list(_alone(node)), as_json))
+    try:
+        status = report.run(job, os.environ, lambda node: list(_alone(node)), as_json)
+    except ConfigError as error:
+        typer.echo(f"check: {error}", err=True)
+        status = 2
+    raise typer.Exit(status)
 
 
 def _gpu_alone(only: str, seconds: float, as_json: bool) -> int:

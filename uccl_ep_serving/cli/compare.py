@@ -206,8 +206,8 @@ def compare(
     is verified before and after. A direction is claimed only where a 95 % interval and every start agree. Other
     settings are the UCCL_EP_* variables, as everywhere.
     """
-    launcher, rank, size = launched_by(os.environ)
     try:
+        launcher, rank, size = launched_by(os.environ)
         if launcher and ranks not in (0, size):
             raise ConfigError(f"--ranks {ranks}, but {launcher} started {size}: leave --ranks out")
         chosen = _names(backends) or tuple(name for name in BACKENDS if ":" not in name)
@@ -245,3 +245,6 @@ def compare(
     except (UcclEpError, AssertionError, RankFailed) as error:
         typer.echo(f"compare: {type(error).__name__}: {error}", err=True)
         raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("compare: interrupted; finished starts are kept, the same command goes on", err=True)
+        raise typer.Exit(130) from None

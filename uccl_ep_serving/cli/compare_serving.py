@@ -122,6 +122,14 @@ def _extras(texts: list[str]) -> dict[str, str]:
     return found
 
 
+def _words(client: str) -> tuple[str, ...]:
+    """As a shell reads them. Raises ConfigError."""
+    try:
+        return tuple(shlex.split(client))
+    except ValueError as error:
+        raise ConfigError(f"--client {client!r}: {error}") from None
+
+
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
@@ -206,7 +214,7 @@ def compare_serving(
             "input_tokens": input_tokens,
             "output_tokens": output_tokens,
         }
-        load = replace(base, rate=rate, client=tuple(shlex.split(client)), **{k: v for k, v in given.items() if v})
+        load = replace(base, rate=rate, client=_words(client), **{k: v for k, v in given.items() if v})
         plan = ServingPlan(
             engine=name,
             line=tuple(line or ()),

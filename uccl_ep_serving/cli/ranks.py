@@ -44,8 +44,8 @@ def run_as_rank(command: str, told: str, run: Callable[[dict[str, Any]], None]) 
     if launcher == "torchrun":
         # under mpirun the parent is mpirun's own daemon, which ends its processes
         die_with_parent(job["parent"])
-    prepare_rank(rank, size)
     try:
+        prepare_rank(rank, size)
         run(job)
     except (UcclEpError, AssertionError) as error:
         print(f"{command}: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
@@ -20,7 +21,7 @@ from uccl_ep_serving.cli.console import wide_console
 from uccl_ep_serving.proxy.transport.select import DIRECT
 from uccl_ep_serving.stats import query, serving_processes
 
-__all__ = ["app", "read_all", "run", "table"]
+__all__ = ["app", "read_all", "run", "tables"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -28,14 +29,14 @@ Counters = Mapping[str, Any]
 #: Which Buffer: its process, and how many that had opened before it and are open still.
 Key = tuple[int, int]
 
-_HEADINGS = ("pid", "rank", "peers", "MB/s sent", "messages/s", "writes/s", "received/s", "waiting", "in flight")
+_BUFFERS = ("pid", "rank", "peers", "MB/s sent", "messages/s", "writes/s", "received/s", "waiting", "in flight")
+_OPERATIONS = ("pid", "rank", "operation", "calls/s", "tokens/s", "rows/s", "p50 us", "p99 us")
 #: What proxies count; kernels that write a peer's window themselves count nothing of it.
 _PROXIED = ("messages_sent", "writes", "messages_received")
 _CAPTION = (
     "MB/s, messages, writes, received, waiting and in flight: of peers that are reached through proxies; - = none is, "
-    "kernels write every window themselves. Operations: calls, tokens given, rows sent to other ranks (left out where "
-    "the host does not know them, as in low latency on a GPU); p50 and p99 inside the latest calls, on a GPU the "
-    "host's part alone."
+    "kernels write every window themselves. Tokens: given; rows: sent to other ranks, - where the host does not know "
+    "them, as in low latency on a GPU; p50 and p99: inside the latest calls, on a GPU the host's part alone."
 )
 #: Seconds until the first picture, whose rates are over so many: nobody waits a whole interval before anything is seen.
 _FIRST_PICTURE = 0.25
@@ -65,14 +66,14 @@ def _rate(name: str, now: Counters, before: Counters, seconds: float) -> float:
     return float(max(now.get(name, 0) - before.get(name, 0), 0)) / seconds
 
 
-def _operations(now: Counters, before: Counters, seconds: float) -> Iterator[str]:
+def _operations(now: Counters, before: Counters, seconds: float) -> Iterator[list[str]]:
     """Of every operation that has been called: rates, and percentiles over its latest calls."""
     for name, one in now.get("ops", {}).items():
         if one["count"]:
             earlier = before.get("ops", {}).get(name, {})
-            rates = [f"{name} {_rate('count', one, earlier, seconds):,.0f}/s"]
-            rates += [f"{_rate(what, one, earlier, seconds):,.0f} {what}/s" for what in ("tokens", "rows") if one[what]]
-            yield f"{', '.join(rates)}, p50 {one['p50_us']:,.0f} us, p99 {one['p99_us']:,.0f} us"
+            rates = [f"{_rate('count', one, earlier, seconds):,.0f}"]
+            rates += [f"{_rate(what, one, earlier, seconds):,.0f}" if one[what] else "-" for what in ("tokens", "rows")]
+            yield [name, *rates, f"{one['p50_us']:,.0f}", f"{one['p99_us']:,.0f}"]
 
 
 def _proxied(now: Counters, before: Counters, seconds: float) -> Iterator[str]:
@@ -87,36 +88,34 @@ def _proxied(now: Counters, before: Counters, seconds: float) -> Iterator[str]:
     yield f"{now.get('writes_in_flight', 0):,}"
 
 
-def table(now: Mapping[Key, Counters], before: Mapping[Key, Counters], seconds: float) -> Table:
-    """A line for each Buffer of ``now``.
+def tables(now: Mapping[Key, Counters], before: Mapping[Key, Counters], seconds: float) -> tuple[Table, Table]:
+    """A line for each Buffer of ``now``, and one for each operation that it has been called for.
 
     Args:
         before: an earlier reading. A Buffer that is not in it, or has another rank there, is counted from its start.
         seconds: between the two.
     """
-    result = Table(*_HEADINGS, "operations", title=f"rates over {seconds:.1f} s", title_justify="left")
-    for column in result.columns[3 : len(_HEADINGS)]:
+    buffers = Table(*_BUFFERS, title=f"rates over {seconds:.1f} s", title_justify="left")
+    operations = Table(*_OPERATIONS, caption_justify="left")
+    for column in buffers.columns[3:] + operations.columns[3:]:
         column.justify = "right"
     for key, counters in now.items():
         earlier = before.get(key, {})
         if any(earlier.get(name) != counters.get(name) for name in ("rank", "world", "epoch")):
             earlier = {}
-        result.add_row(
-            str(key[0]),
-            f"{counters.get('rank')} of {counters.get('world')}",
-            _peers(counters),
-            *_proxied(counters, earlier, seconds),
-            "\n".join(_operations(counters, earlier, seconds)),
-        )
-    result.caption, result.caption_justify = (_CAPTION if now else _NOTHING), "left"
-    return result
+        who = str(key[0]), f"{counters.get('rank')} of {counters.get('world')}"
+        buffers.add_row(*who, _peers(counters), *_proxied(counters, earlier, seconds))
+        for one in _operations(counters, earlier, seconds):
+            operations.add_row(*who, *one)
+    operations.caption = _CAPTION if now else _NOTHING
+    return buffers, operations
 
 
 @app.command()
 def command(
     pid: Annotated[list[int] | None, typer.Option(help="Only of this process; may be given several times.")] = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the counters once, as they are.")] = False,
 ) -> None:
     """Show what the open Buffers of this machine's processes are doing: rates, queues, p50 and p99 of operations."""
@@ -132,11 +131,11 @@ def run(pids: Sequence[int], interval: float, once: bool, as_json: bool) -> int:
     console = wide_console()
     before, since = read_all(pids), time.monotonic()
 
-    def next_table(pause: float) -> Table:
+    def next_picture(pause: float) -> Group:
         nonlocal before, since
         time.sleep(pause)
         now, instant = read_all(pids), time.monotonic()
-        shown = table(now, before, instant - since)
+        shown = Group(*tables(now, before, instant - since))
         before, since = now, instant
         return shown
 
@@ -144,10 +143,10 @@ def run(pids: Sequence[int], interval: float, once: bool, as_json: bool) -> int:
         console.print(_NOTHING, soft_wrap=True)
         return 1
     if once:
-        console.print(next_table(interval))
+        console.print(next_picture(interval))
         return 0 if before else 1
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
-        live.update(next_table(min(interval, _FIRST_PICTURE)), refresh=True)
+        live.update(next_picture(min(interval, _FIRST_PICTURE)), refresh=True)
         while True:
-            live.update(next_table(interval), refresh=True)
+            live.update(next_picture(interval), refresh=True)
     return 0

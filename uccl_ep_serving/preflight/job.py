@@ -10,6 +10,7 @@ import msgspec
 from ..check.faults import Fault
 from ..check.gate import most_seconds
 from ..check.machine import has_gpu_devices
+from ..errors import ConfigError
 
 __all__ = ["PORT", "Finding", "Job", "Place", "failed", "of_torchrun", "skew"]
 
@@ -80,23 +81,27 @@ def skew(job: Job) -> float:
 
 
 def of_torchrun(environment: Mapping[str, str], seconds: float, doctor: Sequence[Finding] = ()) -> Job | None:
-    """The job of a process that torchrun has started; None for others. Raises KeyError where it has left out a
-    variable."""
+    """The job of a process that torchrun has started; None for others. Raises ConfigError where a variable is
+    missing, or no number."""
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environment.keys():
         return None
 
     def number(name: str, otherwise: Any = None) -> int:
         return int(environment[name] if otherwise is None else environment.get(name, otherwise))
 
-    locals_ = number("LOCAL_WORLD_SIZE")
-    return Job(
-        nodes=number("GROUP_WORLD_SIZE", number("WORLD_SIZE") // locals_),
-        node=number("GROUP_RANK", number("RANK") // locals_),
-        locals=locals_,
-        local=number("LOCAL_RANK"),
-        master=environment["MASTER_ADDR"],
-        port=number("MASTER_PORT"),
-        seconds=seconds,
-        served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        doctor=tuple(doctor),
-    )
+    try:
+        locals_ = number("LOCAL_WORLD_SIZE")
+        return Job(
+            nodes=number("GROUP_WORLD_SIZE", number("WORLD_SIZE") // locals_),
+            node=number("GROUP_RANK", number("RANK") // locals_),
+            locals=locals_,
+            local=number("LOCAL_RANK"),
+            master=environment["MASTER_ADDR"],
+            port=number("MASTER_PORT"),
+            seconds=seconds,
+            served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            doctor=tuple(doctor),
+        )
+    except (KeyError, ValueError, ZeroDivisionError) as error:
+        said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"torchrun's variables: {said}. Next step: start with torchrun, or unset RANK") from None
