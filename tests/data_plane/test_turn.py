@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from uccl_ep_serving.data_plane.turn import Turn, in_turn
 from uccl_ep_serving.errors import ConfigError
@@ -137,3 +138,25 @@ def test_of_many_at_once_one_is_served_at_a_time() -> None:
     assert worker.most == 1
     assert served[0] > 0
     worker.step()
+
+
+def test_torch_compile_breaks_its_graph_there_and_traces_nothing_below() -> None:
+    """A kernel that is given addresses would be given those of tensors without memory."""
+    seen: list[bool] = []
+
+    class Layer(Worker):
+        @in_turn
+        def work(self, until: threading.Event | None = None) -> int:
+            self.calls += 1
+            below(torch.ones(1))
+            return self.calls
+
+    def below(rows: torch.Tensor) -> None:
+        seen.append(torch.compiler.is_compiling() or rows.data_ptr() == 0)
+
+    worker = Layer()
+    layer = torch.compile(lambda x: (x * 2, worker.work(), x + 1), backend="eager")
+    for call in (1, 2):
+        doubled, number, more = layer(torch.ones(3))
+        assert (doubled.sum(), number, more.sum()) == (6, call, 6)
+        assert seen == [False] * call

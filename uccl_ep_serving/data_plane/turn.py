@@ -11,7 +11,9 @@ import sys
 import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import torch._C._dynamo.eval_frame as frames
 
 from ..errors import ConfigError
 
@@ -102,4 +104,15 @@ def in_turn(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_
 
     _CODES.add(taking_turns.__code__)
     functools.update_wrapper(taking_turns, method)
+    _break_graphs(taking_turns)
     return taking_turns
+
+
+def _break_graphs(call: Any) -> None:
+    """Have torch.compile break the graph at ``call``, and trace nothing below it: kernels are given addresses.
+
+    What ``torch.compiler.disable`` does, which imports torch._dynamo, 1.7 s, into processes that compile nothing.
+    """
+    call._torchdynamo_disable = True  # where a caller is traced
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(skip, skip))  # where it is called
