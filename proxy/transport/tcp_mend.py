@@ -248,9 +248,9 @@ class Mender(TcpTalks):
             broken.due = time.monotonic() + max(pause, broken.pause)
             broken.pause = min(2 * broken.pause, _PAUSE_SECONDS[1])
 
-    def _give_up(self, key: Key, why: str) -> None:
+    def _give_up(self, key: Key, why: str, level: int = logging.WARNING) -> None:
         said = os.strerror(self._word(key, tcp.REASON) or errno.ECONNRESET)
-        _log.warning("rank %d lost a tcp connection to rank %d (%s): %s", self.me.rank, key[0], said, why)
+        _log.log(level, "rank %d lost a tcp connection to rank %d (%s): %s", self.me.rank, key[0], said, why)
         self._order(key, tcp.GIVE_UP)
         self._leave(key)
 
@@ -323,7 +323,7 @@ class Mender(TcpTalks):
         elif refused.verdict is Verdict.CROSSED:
             self._later(talk.wanted, _PAUSE_SECONDS[1])
         elif refused.verdict is Verdict.LEFT and talk.wanted in self._breaks:
-            self._give_up(talk.wanted, refused.verdict.words)
+            self._give_up(talk.wanted, refused.verdict.words, logging.INFO)
         else:
             # the two have fitted before: what was heard was garbled, or somebody else listens there
             self._later(talk.wanted)
@@ -333,7 +333,8 @@ class Mender(TcpTalks):
         if talk.wanted is None:
             self.note_stranger(talk, words)
         elif code == errno.ECONNREFUSED and talk.wanted in self._breaks:
-            # a rank listens for as long as its Buffer is open
-            self._give_up(talk.wanted, "nobody listens for that rank any more")
+            # a rank listens for as long as its Buffer is open: it has closed that, which it says itself, or it is dead,
+            # which its control connection tells
+            self._give_up(talk.wanted, "nobody listens for that rank any more", logging.INFO)
         else:
             self._later(talk.wanted)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -160,19 +161,40 @@ class Altered(ThreadExchange):
         return super().all_gather(msgspec.msgpack.encode(msgspec.msgpack.decode(payload) | self._fields))
 
 
+def a_group(rank: int, port: int) -> dist.ProcessGroup:
+    """Of two ranks, which ``torch.distributed`` itself does not know."""
+    store = dist.TCPStore("localhost", port, is_master=False)
+    gloo = dist.ProcessGroupGloo(store, rank, 2, datetime.timedelta(seconds=20))
+    group = dist.ProcessGroup(store, rank, 2)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
 def test_a_group_outside_of_torchs_world_will_do() -> None:
-    """As engines make them that change size while they serve: ``torch.distributed`` itself does not know the group."""
+    """As engines make them that change size while they serve."""
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
     def body(exchange: ThreadExchange) -> tuple[int, int, str, list[bytes]]:
-        store = dist.TCPStore("localhost", server.port, is_master=False)
-        gloo = dist.ProcessGroupGloo(store, exchange.rank, 2, datetime.timedelta(seconds=20))
-        group = dist.ProcessGroup(store, exchange.rank, 2)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        rode = TorchExchange(group)
+        rode = TorchExchange(a_group(exchange.rank, server.port))
         assert rode.all_gather(b"") == [b"", b""]
         return rode.rank, rode.size, rode.store_host, rode.all_gather(b"x" * (1 + 9 * exchange.rank))
 
     assert not dist.is_initialized()
     assert in_threads(2, body) == [(rank, 2, "localhost", [b"x", b"x" * 10]) for rank in range(2)]
+
+
+def test_a_group_in_which_a_rank_was_interrupted_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process would end in gloo, which takes what was left for an answer of another length."""
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    group: list[dist.ProcessGroup] = []
+
+    def body(exchange: ThreadExchange) -> None:
+        group.append(a_group(exchange.rank, server.port))
+
+    in_threads(2, body)
+    monkeypatch.setattr(bootstrap.time, "sleep", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        TorchExchange(group[0]).all_gather(b"x")
+    with pytest.raises(BootstrapError, match=r"was interrupted while the ranks opened it.*Next step: make it again"):
+        TorchExchange(group[0]).all_gather(b"x")

@@ -122,6 +122,8 @@ def test_of_ranks_that_wait_for_each_other_the_most_awaited_is_named() -> None:
     assert (type(zero), zero.peer) == (PeerTimeout, 1)
     assert (zero.channel, zero.arrived, zero.expected) == (3, 4, 5)
     assert isinstance(one, Evicted)
+    assert "have gone on without it" in str(one)
+    assert ". It had waited for rank 2 in " in str(one)
     assert isinstance(two, PeerError)
     assert two.peers == (1,)
 

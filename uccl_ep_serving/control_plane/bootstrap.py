@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -40,6 +41,8 @@ _VERSION = metadata.version("uccl_ep_serving")
 _POLL_SECONDS, _MOST_POLL_SECONDS = 0.001, 0.05
 #: A wait for ranks that have not come yet is talked about this often.
 _SAY_SECONDS = 10.0
+#: Groups in one of whose collectives this rank was interrupted: gloo would pair the next one with what is left of that.
+_INTERRUPTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 class Exchange(Protocol):
@@ -105,7 +108,7 @@ class TorchExchange:
         lengths = [torch.empty_like(length) for _ in range(self.size)]
         self._gather(lengths, length)
         most = max(int(one.item()) for one in lengths)
-        block = torch.zeros(most, dtype=torch.uint8)
+        block = torch.zeros(most, dtype=torch.uint8, device="cpu")
         if payload:
             block[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         block = block.to(self._device)
@@ -120,6 +123,12 @@ class TorchExchange:
 
         Inside the collective neither would be: Python handles no signal there, and the default timeout is 30 minutes.
         """
+        if self._group in _INTERRUPTED:
+            raise BootstrapError(
+                f"rank {self.rank}: an earlier Buffer of this process group was interrupted while the ranks opened it, "
+                "so the group is of no use. Next step: make it again on all ranks (destroy_process_group and "
+                "init_process_group, or new_group)"
+            )
         try:
             work = self._group.allgather([outputs], [mine])
             said = time.monotonic()
@@ -138,6 +147,9 @@ class TorchExchange:
                 f"rank {self.rank}: the process group failed while the {self.size} ranks opened their Buffer: {error}. "
                 "Likely cause: a rank died, or never opened one. Next step: read the log of the first rank that ended"
             ) from error
+        except BaseException:
+            _INTERRUPTED.add(self._group)
+            raise
 
 
 class StoreExchange:

@@ -230,6 +230,9 @@ class Liveness:
         why = self.stopped or f"the thread that reads its control connections has not run for {_MOST_SECONDS:g} s"
         if membership.own_loss is not None:
             why += f" ({self._words(self._rank, membership.own_loss)})"
+        if (wait := membership.own_wait) is not None:
+            counts = f": {wait.arrived} messages arrived, {wait.expected} expected" if wait.arrived >= 0 else ""
+            why += f". It had waited for rank {wait.peer} in {wait.phase}{counts}"
         text = f"{phase}, rank {self._rank}: this rank takes part no more: {why}. {after_eviction()}"
         return Evicted(text, by=membership.stopped_by)
 

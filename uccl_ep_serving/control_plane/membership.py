@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from .reports import Note, Promise, Report
+from .reports import Note, Promise, Report, Wait
 from .verdict import Loss, find_lost, may_go_on
 
 __all__ = ["ANSWER_SECONDS", "LIMIT_SECONDS", "LostRank", "Membership"]
@@ -287,6 +287,11 @@ class Membership:
         self._own = self._own.settled().among(group - {self._rank})
         if self._own.says_something:
             self._join()
+
+    @property
+    def own_wait(self) -> Wait | None:
+        """For whom this rank waits, or waited when something failed; None for nobody."""
+        return self._own.waits
 
     def _stop(self, proposal: frozenset[int]) -> None:
         """No group was agreed on in time."""
