@@ -26,6 +26,7 @@ from .gpu.program_budget import DEFAULT_SMS
 from .handles import EventOverlap, LowLatencyHandle, NormalHandle
 from .kernels.select import cpu_groups
 from .modes.arguments import check_integer
+from .modes.epoch import check_interrupted
 from .native.failure import STICKY_ERROR
 from .native.groups import load
 from .proxy.loop import LOOP
@@ -226,6 +227,8 @@ class Buffer:
         if gpu is not None:
             gpu.take_report()
         self.runtime.check(phase)
+        if not self.runtime.stale:
+            check_interrupted(phase, self.runtime)
         if gpu is not None:
             gpu.check_ids(phase)
             gpu.check_graphs(phase)
@@ -378,7 +381,7 @@ class Buffer:
         x: torch.Tensor,
         handle: NormalHandle,
         topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
         config: Config | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,

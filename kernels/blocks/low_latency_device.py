@@ -99,7 +99,7 @@ class DeviceState:
     """
 
     def __init__(self, layout: WindowLayout, channels: int, device: torch.device) -> None:
-        words = torch.zeros(STATE_PEERS + layout.ranks * len(STATE_TABLES), dtype=torch.int64)
+        words = torch.zeros(STATE_PEERS + layout.ranks * len(STATE_TABLES), dtype=torch.int64, device="cpu")
         for word, value in host.fixed_words(layout).items():
             words[word] = value
         assert layout.low_latency is not None
@@ -117,7 +117,7 @@ class DevicePlan:
 
     def __init__(self, plan: LowLatencyPlan, device: torch.device) -> None:
         ranks, tokens, topk = plan.ranks, plan.tokens, plan.topk
-        words = torch.zeros(ROUTE_WORDS, dtype=torch.int64)
+        words = torch.zeros(ROUTE_WORDS, dtype=torch.int64, device="cpu")
         for word, value in host.plan_words(plan).items():
             words[word] = value
         words[LOCAL] = plan.local_experts

@@ -120,7 +120,7 @@ class DeviceNormalState:
         plan, ranks = layout.normal, layout.ranks
         tables = len(TABLES) * NORMAL_CHANNELS * pipe_count(ranks)
         scratch = NORMAL_CHANNELS * sum(scratch_bytes(ranks)) // 8
-        words = torch.zeros(STATE_WORDS + tables + scratch, dtype=torch.int64)
+        words = torch.zeros(STATE_WORDS + tables + scratch, dtype=torch.int64, device="cpu")
         landing = layout["normal_rounds"], layout["normal_heap"]
         for word, value in (
             (NOTIFY_SEND, layout.notify_send),

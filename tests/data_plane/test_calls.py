@@ -39,9 +39,9 @@ def of_two() -> tuple[Calls, Calls, list[Mesh]]:
 
 
 def begin(one: Calls, modes: str, epoch: int = 3, begun: int = 0) -> None:
-    """Operations of low latency (``l``) and normal mode (``n``), after ``begun`` ones."""
+    """Dispatches of low latency (``l``), its combines (``c``) and normal mode (``n``), after ``begun`` ones."""
     for number, mode in enumerate(modes, begun + 1):
-        one.begin(epoch, number, mode == "l")
+        one.begin(epoch, number, mode in "lc", mode == "c")
 
 
 def tell(*of: Calls) -> None:
@@ -126,12 +126,50 @@ def test_nothing_is_said_without_a_change_and_a_masked_peer_counts_for_nothing()
     begin(zero, "lllll")
     tell(zero)
     assert meshes[0].told == 1
-    begin(zero, "llll", begun=5)
-    tell(zero)
+    for number in range(5, 9):
+        begin(zero, "l", begun=number)
+        zero.tell()
     assert meshes[0].told == 1
     begin(one, "n")
     meshes[1].liveness.masked = frozenset({0})
     assert one.difference(3) == (-1, "")
+
+
+def test_who_stands_in_a_call_that_another_rank_has_left_out_is_told() -> None:
+    """Rank 0 has lost a combine to an error that somebody caught, and dispatches again; rank 1 waits in its combine."""
+    zero, one, meshes = of_two()
+    begin(zero, "lclcl" + "l")
+    begin(one, "lclcl" + "c")
+    zero.tell()
+    one.tell()
+    assert [mesh.told for mesh in meshes] == [1, 1]
+    four, three = "4 low-latency dispatches and 2 combines", "3 low-latency dispatches and 3 combines"
+    assert one.difference(3)[1].startswith(f"rank 0 has begun {four}, and this rank {three} (in epoch 3)")
+    assert zero.difference(3)[1].startswith(f"rank 1 has begun {three}, and this rank {four} (in epoch 3)")
+
+
+@given(st.data())
+def test_ranks_whose_calls_are_the_same_are_left_alone_wherever_they_stand(data: Any) -> None:
+    same = data.draw(st.text("lcn", max_size=30))
+    zero, one, _ = of_two()
+    for of in (zero, one):
+        for number in range(data.draw(st.integers(0, len(same)))):
+            begin(of, same[number], begun=number)
+            if data.draw(st.booleans()):
+                of.tell()
+        tell(zero, one)
+    assert zero.difference(3) == one.difference(3) == (-1, "")
+
+
+def test_low_latency_is_told_once_where_it_stands_and_normal_mode_never() -> None:
+    """A host of normal mode waits in each operation for what its peers have to say."""
+    for mode, told in (("l", 2), ("n", 1)):
+        zero, _, meshes = of_two()
+        begin(zero, mode)
+        zero.tell()
+        begin(zero, mode, begun=1)
+        tell(zero)
+        assert meshes[0].told == told
 
 
 def test_a_wait_is_long_once_it_has_lasted_in_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +187,7 @@ def test_a_wait_is_long_once_it_has_lasted_in_one_operation(monkeypatch: pytest.
 
 def test_what_is_no_operation_ends_the_connection() -> None:
     mesh = of_two()[2][0]
-    for payload in (b"", b"\x93\x01\x02", b"\xc0" * 40, msgspec.msgpack.encode((0, 1, bytes(129)))):
+    for payload in (b"", b"\x93\x01\x02", b"\xc0" * 40, msgspec.msgpack.encode((0, 1, bytes(129), 0, 0))):
         with pytest.raises(ValueError, match="rank 1 sent a malformed control frame"):
             mesh.on_doing(1, payload)
 
@@ -158,6 +196,6 @@ def test_numbers_that_no_rank_reaches_are_harmless() -> None:
     zero, _, meshes = of_two()
     begin(zero, "lnln")
     for begun in (-(2**63), -1, 0, 2**64 - 1):
-        meshes[0].on_doing(1, msgspec.msgpack.encode((3, begun, b"\xff" * 128)))
+        meshes[0].on_doing(1, msgspec.msgpack.encode((3, begun, b"\xff" * 128, begun, 0)))
         zero.tell()
         assert zero.difference(3)[0] in (-1, 1)

@@ -57,7 +57,9 @@ class OneBuffer:
             stale="",
             rebuild_requested=False,
             check=lambda phase: None,
-            begin_operation=lambda plan: None,
+            begin_operation=lambda *_: None,
+            interrupted="",
+            interrupt=lambda operation: setattr(self.runtime, "interrupted", operation),
         )
         self.session = LowLatencyGpuSession(self.runtime, gpu)
         self.session.epoch.enter()
@@ -197,7 +199,7 @@ def test_a_launch_that_fails_is_named_by_every_call_after_it(
             buffer.dispatch("b")
     assert (buffer.flight.count, buffer.received) == (0, [])
     # new windows, in which all ranks begin at zero
-    buffer.runtime.epoch += 1
+    buffer.runtime.epoch, buffer.runtime.interrupted = buffer.runtime.epoch + 1, ""
     buffer.session.epoch.enter()
     buffer.dispatch("c")
     assert buffer.received == ["c"]

@@ -442,28 +442,6 @@ def test_a_hook_that_is_kept_still_holds_its_slot() -> None:
     DirectGroup(2).run(body)
 
 
-def test_memory_that_runs_out_before_a_dispatch_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is returned is allocated first: the same dispatch can be made when there is memory again."""
-
-    def body(runtime: Any) -> None:
-        low_latency = LowLatency(runtime)
-        inputs = CASE.inputs()
-        take, shortage = low_latency._memory.take, [MemoryError("no memory")]
-
-        def take_or_fail(nbytes: int) -> torch.Tensor:
-            if shortage:
-                raise shortage.pop()
-            return take(nbytes)
-
-        monkeypatch.setattr(low_latency._memory, "take", take_or_fail)
-        with pytest.raises(MemoryError):
-            low_latency.dispatch(**arguments(rank=runtime.rank))
-        for _ in range(3):
-            check_combined(CASE, inputs, runtime.rank, run_rank(CASE, low_latency, runtime.rank, inputs))
-
-    DirectGroup(2, settings=Settings(timeout=5.0)).run(body)
-
-
 def test_weights_may_be_changed_once_combine_has_returned() -> None:
     case = replace(CASE, reduced=False)
 

@@ -124,7 +124,8 @@ BAD_COMBINE: dict[str, tuple[Callable[[torch.Tensor], dict[str, Any]], str]] = {
     "weights elsewhere": (lambda x: {"topk_weights": torch.ones(len(x), 4, device="meta")}, "on meta"),
     "bias of another shape": (lambda x: {"bias": torch.ones(3, 256).bfloat16()}, "bias"),
     "bias of another dtype": (lambda x: {"bias": torch.ones(20, 256)}, "bias"),
-    "three biases": (lambda x: {"bias": (ROW, ROW, ROW)}, "one tensor or two"),
+    "three biases": (lambda x: {"bias": (ROW, ROW, ROW)}, "normal combine: bias must be one tensor or two"),
+    "a bias that is wrong beside none": (lambda x: {"bias": (None, torch.ones(3, 256))}, "bias must be torch.bfloat16"),
     "no handle": (lambda x: {"handle": None}, "handle"),
 }
 

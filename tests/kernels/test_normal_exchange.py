@@ -187,7 +187,7 @@ def test_bias_is_added_before_rounding(biases: int, dtype: torch.dtype):
         normal = Normal(runtime)
         received, *_, handle, _ = dispatch(normal, inputs, runtime.rank)
         mine = bias[runtime.rank]
-        return normal.combine(received, handle, bias=tuple(mine) if biases == 2 else mine[0])[0]
+        return normal.combine(received, handle, bias=tuple(mine) if biases == 2 else (None, mine[0]))[0]
 
     rows = [there.rows(inputs.x) for there in delivered]
     for rank, combined in enumerate(DirectGroup(2).run(body)):

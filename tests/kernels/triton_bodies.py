@@ -289,8 +289,8 @@ def memory_that_one_rank_cannot_pin(exchange: StoreExchange, overrides: dict[str
             time.sleep(0.01)
         return pin(memory, address, nbytes)
 
-    def begun(plan: Any = None) -> None:
-        begin(plan)
+    def begun(*given: Any) -> None:
+        begin(*given)
         store.set("begun", b"")
 
     with pytest.MonkeyPatch.context() as patch:

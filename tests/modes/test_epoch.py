@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ class Ranks:
     """A Runtime that rebuilds when it is asked, and notes what for."""
 
     def __init__(self) -> None:
-        self.epoch, self.stale, self.rebuild_requested, self.begun = 0, "", False, 0
+        self.epoch, self.stale, self.rebuild_requested, self.begun, self.interrupted = 0, "", False, 0, ""
         self.turn = Turn()
         self.layout = SimpleNamespace(low_latency=PLAN.room)
         self.objections: list[str] = []
@@ -31,8 +32,14 @@ class Ranks:
     def check(self, phase: str) -> None:
         pass
 
-    def begin_operation(self, plan: LowLatencyPlan | None = None) -> None:
+    def begin_operation(self, plan: LowLatencyPlan | None = None, combines: bool = False) -> None:
         self.begun += 1
+
+    def interrupt(self, operation: str) -> None:
+        self.interrupted = operation
+
+    def call_off(self, why: str) -> None:
+        raise ConfigError(f"rank 0: {why}")
 
     def rebuild(
         self, plan: LowLatencyPlan | None, objection: str = "", compile: Callable[[], object] = lambda: None
@@ -41,7 +48,7 @@ class Ranks:
         if objection:
             raise ConfigError(objection)
         compile()
-        self.epoch, self.stale = self.epoch + 1, ""
+        self.epoch, self.stale, self.interrupted = self.epoch + 1, "", ""
         if plan is not None:
             self.layout.low_latency = self.layout.low_latency.with_room_for(plan.room)
 
@@ -81,15 +88,48 @@ def test_what_needs_an_earlier_dispatch_is_void_once_a_rank_is_masked(ranks: Any
         epoch.check("combine")
 
 
-def test_an_interrupted_operation_has_one_next_step_and_a_new_epoch_forgets_it(ranks: Any) -> None:
-    epoch = entered(ranks)
+def test_an_interrupted_operation_has_one_next_step_for_both_modes_and_a_new_epoch_forgets_it(ranks: Any) -> None:
+    epoch, other = entered(ranks), entered(ranks)
     with pytest.raises(KeyboardInterrupt), epoch.operation("dispatch"):
         raise KeyboardInterrupt
-    for begins in (True, False):
-        with pytest.raises(UcclEpError, match=rf"an earlier dispatch \(KeyboardInterrupt\) was .*{AFTER_INTERRUPTION}"):
-            epoch.check("combine", begins=begins)
+    for mode in (epoch, other):
+        for begins in (True, False):
+            words = rf"an earlier dispatch \(KeyboardInterrupt\) was .*{AFTER_INTERRUPTION}"
+            with pytest.raises(UcclEpError, match=words):
+                mode.check("combine", begins=begins)
     ranks.rebuild(PLAN)
     epoch.check("dispatch", begins=True)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.EMFILE, "Too many open files"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("can't start new thread"),
+    ],
+    ids=str,
+)
+def test_a_process_that_runs_short_hears_what_the_others_hear(error: Exception, ranks: Any) -> None:
+    epoch = entered(ranks)
+    words = r"rank 0: dispatch ended with .*leave this process more memory"
+    with pytest.raises(ConfigError, match=words), epoch.operation("dispatch"):
+        raise error
+
+
+@pytest.mark.parametrize("error", [TimeoutError("step timer"), RuntimeError("step timer"), OSError("step timer")])
+def test_an_error_of_the_callers_own_stays_his_own_and_the_others_are_told(error: Exception, ranks: Any) -> None:
+    """A timer whose signal handler raises, say."""
+    epoch, told = entered(ranks), []
+    ranks.call_off = lambda why: told.append(why)
+    with pytest.raises(type(error), match="step timer") as caught, epoch.operation("dispatch"):
+        raise error
+    assert caught.value is error
+    assert told == [
+        f"dispatch ended with {type(error).__name__}: step timer. Next step: read the log of that rank: the error is "
+        "none of this package"
+    ]
 
 
 def test_what_all_ranks_refuse_alike_interrupts_nothing(ranks: Any) -> None:

@@ -36,7 +36,9 @@ def _session(monkeypatch: pytest.MonkeyPatch, look: Any = lambda: None) -> Norma
         epoch=0,
         stale="",
         check=lambda phase: None,
-        begin_operation=lambda plan: None,
+        begin_operation=lambda *_: None,
+        interrupted="",
+        interrupt=lambda operation: setattr(runtime, "interrupted", operation),
         space=SimpleNamespace(watch=lambda: None),
         settings=Settings(timeout=100.0),
     )

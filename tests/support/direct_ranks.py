@@ -29,7 +29,7 @@ class DirectRuntime:
         self.settings = settings
         self.turn = Turn()
         self.epoch = 0
-        self.stale = ""
+        self.stale = self.interrupted = ""
         self.rebuild_requested = False
         self.records: list[tuple[str, int, int, int]] = []
         self.space = group.spaces[rank]
@@ -49,8 +49,11 @@ class DirectRuntime:
     def record(self, op: str, tokens: int, rows: int, nanoseconds: int, **extra: int) -> None:
         self.records.append((op, tokens, rows, nanoseconds))
 
-    def begin_operation(self, plan: LowLatencyPlan | None = None) -> None:
+    def begin_operation(self, plan: LowLatencyPlan | None = None, combines: bool = False) -> None:
         pass
+
+    def interrupt(self, operation: str) -> None:
+        self.interrupted = operation
 
     def compile_together(self, compile: Callable[[], object]) -> None:
         compile()
@@ -73,6 +76,7 @@ class DirectRuntime:
             raise ConfigError(f"ranks disagree on the low-latency plan: {self.group.proposals}")
         self.space = self.group.spaces[self.rank]
         self.epoch += 1
+        self.interrupted = ""
 
 
 class DirectGroup:

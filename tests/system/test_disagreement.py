@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.modes import low_latency_cpu
 
 Call = Callable[[Buffer], object]
 
@@ -60,6 +62,38 @@ def with_one_in_flight(buffer: Buffer) -> object:
     assert hook is not None
     hook()
     return buffer.low_latency_combine(received, topk_idx, weights, handle)
+
+
+def with_a_combine_left_out(buffer: Buffer) -> object:
+    """Rank 1 catches an error of its experts, and goes on with the next layer."""
+    if buffer.rank == 1:
+        x, topk_idx, weights = bodies.tokens_of(buffer.rank, 8, 128, 6, 2)
+        buffer.low_latency_dispatch(x, topk_idx, 8, 6, use_fp8=False, topk_weights=weights)
+    return usual(buffer)
+
+
+REFUSED = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 7516192768 bytes"
+
+
+def without_memory_to_dispatch(buffer: Buffer) -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        if buffer.rank == 1:
+            patch.setattr(low_latency_cpu, "DispatchOutputs", Mock(side_effect=RuntimeError(REFUSED)))
+        return usual(buffer)
+
+
+def without_memory_to_combine(buffer: Buffer) -> object:
+    allocate: Any = torch.empty
+
+    def refuse(*shape: Any, **options: Any) -> torch.Tensor:
+        if shape == (8, 128):
+            raise RuntimeError(REFUSED)
+        return allocate(*shape, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if buffer.rank == 1:
+            patch.setattr(torch, "empty", refuse)
+        return usual(buffer)
 
 
 def call_differently(
@@ -108,6 +142,21 @@ CASES: dict[str, tuple[Call, Call, tuple[str, ...]]] = {
     ),
     "mode": (normal, wider, ("ranks 0, 2 began", "hidden=256")),
     "ring": (too_long_for_a_ring, too_long_for_a_ring, ("rank 1:", "a ring holds 2", "UCCL_EP_RING_SLOTS")),
+    "left out": (
+        with_a_combine_left_out,
+        with_a_combine_left_out,
+        ("rank 1", "low-latency dispatches and", "one of them has left out a call"),
+    ),
+    "no memory to dispatch": (
+        without_memory_to_dispatch,
+        without_memory_to_dispatch,
+        ("rank 1: low-latency dispatch ended with RuntimeError", "leave this process more memory"),
+    ),
+    "no memory to combine": (
+        without_memory_to_combine,
+        without_memory_to_combine,
+        ("rank 1: low-latency combine ended with RuntimeError", "leave this process more memory"),
+    ),
     "in flight": (
         with_one_in_flight,
         with_one_in_flight,

@@ -1,8 +1,9 @@
-"""Whether ranks make the same calls: who changes from one mode to the other says so, and who has not compares.
+"""Whether ranks make the same calls: who changes from one mode to the other says so, or waits, and others compare.
 
 Ranks make the same calls in the same order, so operations with the same number in an epoch are of the same mode
-everywhere. Where two are not, each waits for messages that the other will never send. Shapes and codings are compared
-in the messages; this is for operations that send each other none.
+everywhere. Where two are not, each waits for messages that the other will never send. So it is where one has begun more
+low-latency dispatches than the other, and fewer combines: one of them has left out a call. Shapes and codings are
+compared in the messages; this is for operations that send each other none.
 
 The thread that reads the control connections tells and compares, from time to time: it costs operations nothing, and
 reaches ranks whose hosts wait for no operation, as those of GPUs.
@@ -32,6 +33,8 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     begun: int
     modes: Annotated[bytes, msgspec.Meta(max_length=_REMEMBERED // 8)]
+    combines: int
+    dispatches: int
 
 
 class _Begun(NamedTuple):
@@ -42,12 +45,15 @@ class _Begun(NamedTuple):
         begun: how many.
         modes: of the latest ones, a bit each, of the last the lowest: 1 for low latency.
         changed: number of the last one that was of another mode than the one before, or the first.
+        combines, dispatches: of low latency, how many.
     """
 
     epoch: int
     begun: int
     modes: int
     changed: int
+    combines: int = 0
+    dispatches: int = 0
 
     def is_low_latency(self, number: int) -> bool:
         """The mode of operation ``number``, one that is remembered."""
@@ -65,6 +71,17 @@ class _Begun(NamedTuple):
         apart = (self.modes >> (self.begun - both) ^ other.modes >> (other.begun - both)) & ((1 << known) - 1)
         return both - apart.bit_length() + 1 if apart else 0
 
+    def crosses(self, other: _Begun) -> bool:
+        """Whether one of the two has begun more low-latency dispatches, and the other more combines."""
+        return self.epoch == other.epoch and (
+            (self.dispatches - other.dispatches) * (self.combines - other.combines) < 0
+        )
+
+    @property
+    def low_latency(self) -> str:
+        """How many operations of low latency, in words."""
+        return f"{self.dispatches} low-latency dispatches and {self.combines} combines"
+
 
 def _mode(low_latency: bool) -> str:
     return "a low-latency operation" if low_latency else "an operation of normal mode"
@@ -81,16 +98,25 @@ class Calls:
         self._heard: dict[int, _Begun] = {}
         #: What was told last: an epoch, and the number of the change in it; to whom else, since it differs from them.
         self._told, self._answered = (-1, 0), set[int]()
+        #: What stood there at the last look, and when all peers were told last.
+        self._seen = self._said = self._mine
         #: The operation in which this rank was seen to wait, and since when that is long.
         self._waiting, self._long = self._mine, 0.0
         mesh.on_doing = self._hear
 
-    def begin(self, epoch: int, begun: int, low_latency: bool) -> None:
-        """This rank has begun its operation number ``begun`` of ``epoch``."""
-        _, before, modes, changed = self._mine if self._mine.epoch == epoch else _Begun(epoch, 0, 0, 0)
-        if before == 0 or low_latency != (modes & 1):
-            changed = begun
-        self._mine = _Begun(epoch, begun, (modes << 1 | low_latency) & ((1 << _REMEMBERED) - 1), changed)
+    def begin(self, epoch: int, begun: int, low_latency: bool, combines: bool) -> None:
+        """This rank has begun its operation number ``begun`` of ``epoch``; of low latency, it ``combines`` or
+        dispatches."""
+        mine = self._mine if self._mine.epoch == epoch else _Begun(epoch, 0, 0, 0)
+        changed = begun if mine.begun == 0 or low_latency != (mine.modes & 1) else mine.changed
+        self._mine = _Begun(
+            epoch,
+            begun,
+            (mine.modes << 1 | low_latency) & ((1 << _REMEMBERED) - 1),
+            changed,
+            mine.combines + (low_latency and combines),
+            mine.dispatches + (low_latency and not combines),
+        )
 
     def waits_long(self) -> bool:
         """This rank waits in its latest operation: True once that has lasted. Called often, by the host."""
@@ -100,21 +126,27 @@ class Calls:
         return now >= self._long
 
     def tell(self) -> None:
-        """Tell the peers of a change of mode since the last time, and those that differ what this rank has begun.
+        """Tell the peers of a change of mode since the last time, and of low latency where this rank has begun nothing
+        since then; and those that differ what this rank has begun.
 
         Called from time to time, by the thread that reads the control connections. Of two ranks that began operations
-        of different modes after the same ones, one has changed: the other hears of it, and answers.
+        of different modes after the same ones, one has changed: the other hears of it, and answers. Of two that wait in
+        a dispatch and in a combine, both stand still, and both tell.
         """
-        mine = self._mine
-        if (mine.epoch, mine.changed) != self._told:
-            self._told = mine.epoch, mine.changed
-            self._answered.clear()
+        mine, stands = self._mine, self._mine is self._seen
+        self._seen = mine
+        news = (mine.epoch, mine.changed) != self._told
+        if news or (stands and mine is not self._said and mine.modes & 1):
+            self._told, self._said = (mine.epoch, mine.changed), mine
+            if news:
+                self._answered.clear()
             peers = set(range(self._mesh.ranks)) - {self._mesh.rank}
         else:
             peers = {peer for peer, theirs in self._heard.items() if mine.differs_at(theirs)} - self._answered
             self._answered |= peers
         if peers:
-            said = _Told(mine.epoch, mine.begun, mine.modes.to_bytes(_REMEMBERED // 8, "little"))
+            modes = mine.modes.to_bytes(_REMEMBERED // 8, "little")
+            said = _Told(mine.epoch, mine.begun, modes, mine.combines, mine.dispatches)
             for peer in sorted(peers):
                 self._mesh.tell_doing(peer, msgspec.msgpack.encode(said))
 
@@ -124,7 +156,8 @@ class Calls:
             said = msgspec.msgpack.decode(payload, type=_Told)
         except msgspec.DecodeError as error:
             raise ValueError(f"rank {peer} sent a malformed control frame") from error
-        self._heard[peer] = _Begun(said.epoch, said.begun, int.from_bytes(said.modes, "little"), 0)
+        modes = int.from_bytes(said.modes, "little")
+        self._heard[peer] = _Begun(said.epoch, said.begun, modes, 0, said.combines, said.dispatches)
 
     def difference(self, epoch: int) -> tuple[int, str]:
         """A peer that has begun an operation of another mode than this rank in ``epoch``, and that in words; (-1, "")
@@ -137,4 +170,7 @@ class Calls:
                 ways = _mode(theirs.is_low_latency(number)), _mode(mine.is_low_latency(number))
                 words = f"rank {peer} is in {ways[0]}, and this rank in {ways[1]}"
                 return peer, f"{words} (operation {number} of epoch {epoch})"
+            if peer not in masked and mine.crosses(theirs):
+                words = f"rank {peer} has begun {theirs.low_latency}, and this rank {mine.low_latency}"
+                return peer, f"{words} (in epoch {epoch}): one of them has left out a call"
         return -1, ""

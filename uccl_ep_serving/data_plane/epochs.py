@@ -187,7 +187,7 @@ class Epochs:
         self.number = self.watch.epoch = outcome.epoch
         self.watch.begun = 0
         self._install(outcome.room)
-        self.watch.stale = ""
+        self.watch.stale = self.watch.interrupted = ""
 
     def _install(self, room: LowLatencyRoom | None) -> None:
         self.watch.group = self._mesh.liveness.number

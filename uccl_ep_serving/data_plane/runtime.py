@@ -174,9 +174,19 @@ class Runtime:
 
     # -- operations ---------------------------------------------------------------------------------------------
 
-    def begin_operation(self, plan: LowLatencyPlan | None = None) -> None:
-        """Count a collective operation, before anything of it is sent; ``plan``: of one of low latency."""
-        self._watch.begin(plan)
+    def begin_operation(self, plan: LowLatencyPlan | None = None, combines: bool = False) -> None:
+        """Count a collective operation, before anything of it is sent; ``plan``: of one of low latency, which
+        ``combines`` or dispatches."""
+        self._watch.begin(plan, combines)
+
+    def interrupt(self, operation: str) -> None:
+        """An ``operation`` has ended early, so that this rank can go on only in a new epoch."""
+        self._watch.interrupted = operation
+
+    @property
+    def interrupted(self) -> str:
+        """The operation of this epoch that has ended early on this rank, in words; empty while none has."""
+        return self._watch.interrupted
 
     def exchange(self, step: str, payload: bytes) -> list[bytes]:
         """What every rank gave, by rank, empty for masked ones. Collective. Raises PeerError naming who is missing."""

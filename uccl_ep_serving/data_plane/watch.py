@@ -39,6 +39,8 @@ class PlaneWatch:
         plan: of the last of them, None for one of normal mode.
         stale: why the next operation must begin in another one, in words; empty when it need not.
         broken: why the ranks cannot go on together, in words; masking a lost rank mends that.
+        interrupted: the operation of this epoch that has ended early on this rank, in words; empty while none has.
+            Writer: the host, also when a new epoch begins.
         closed: no other data plane will be taken into use.
         group: number of the group that the present data plane was built for.
         short: in words, that the system gives this rank no room; empty while it does. Writer: the thread that reads the
@@ -52,6 +54,7 @@ class PlaneWatch:
         self.plan: LowLatencyPlan | None = None
         self.stale = ""
         self.broken = ""
+        self.interrupted = ""
         self.closed = False
         self.group = 0
         self.short = ""
@@ -71,11 +74,11 @@ class PlaneWatch:
         mesh.liveness.waits_for = self._waits_for
         mesh.liveness.on_trouble = self._on_trouble
 
-    def begin(self, plan: LowLatencyPlan | None) -> None:
-        """This rank begins an operation; ``plan``: of one of low latency."""
+    def begin(self, plan: LowLatencyPlan | None, combines: bool) -> None:
+        """This rank begins an operation; ``plan``: of one of low latency, which ``combines`` or dispatches."""
         self.begun += 1
         self.plan = plan
-        self._calls.begin(self.epoch, self.begun, plan is not None)
+        self._calls.begin(self.epoch, self.begun, plan is not None, combines)
 
     # -- what is in use -----------------------------------------------------------------------------------------
 

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from ..errors import ConfigError
 from ..protocol.message import DTYPE_BF16, DTYPE_F16, DTYPE_F32
 
-__all__ = ["CPU", "VALUE_CODES", "check_device", "check_integer", "check_start", "in_words", "is_tensor"]
+__all__ = ["CPU", "VALUE_CODES", "check_device", "check_integer", "check_start", "in_words", "is_tensor", "naming"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 CPU = torch.device("cpu")
 #: DTYPE_* of the dtypes in which tokens and experts' outputs may come.
 VALUE_CODES = {torch.bfloat16: DTYPE_BF16, torch.float16: DTYPE_F16, torch.float32: DTYPE_F32}
+
+
+def naming(operation: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Have what a check raises begin with the ``operation`` that was called."""
+
+    def named(check: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(check)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            try:
+                return check(*args, **kwargs)
+            except ConfigError as error:
+                raise ConfigError(f"{operation}: {error}") from None
+
+        return checked
+
+    return named
 
 
 def in_words(tensor: object) -> str:

@@ -8,6 +8,7 @@ messages from 0 in it; what was sent before is void. Within one, low-latency ope
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -22,11 +23,14 @@ from ..protocol.layout import LowLatencyPlan
 if TYPE_CHECKING:
     from ..gpu.context import GpuContext
 
-__all__ = ["RECEIVE_FIRST", "RESERVE_FIRST", "SHORTAGE", "Epoch", "InFlight", "Operation", "RecvHook"]
+__all__ = ["RECEIVE_FIRST", "RESERVE_FIRST", "Epoch", "InFlight", "Operation", "RecvHook", "check_interrupted"]
 
 _VOID = "so what was sent before is void. Next step: go on with a dispatch on every rank"
-#: What the system raises, and torch, where a process has no memory or no descriptor left.
-SHORTAGE = (MemoryError, OSError, RuntimeError)
+#: What the system raises, and torch, where a process has no memory or no descriptor left; a caller's timer may, too.
+_FAILURES = (MemoryError, OSError, RuntimeError)
+#: Which of them say so.
+_SHORT = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EAGAIN)
+_SHORT_WORDS = ("out of memory", "allocate memory", "not enough memory", "can't start new thread")
 #: What an operation is told that needs another one to be received.
 RECEIVE_FIRST = "Next step: call its recv hook first"
 #: What a captured operation is told that needs what cannot be captured.
@@ -44,10 +48,12 @@ class InFlight:
 
     Args:
         kind: what several of them are called.
+        combines: of combines.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, combines: bool = False) -> None:
         self._kind = kind
+        self.combines = combines
         self._next = 0
         self._open: set[int] = set()
         #: By number, the receipt of operations whose recv hook nobody can call any more, and the capture that they were
@@ -151,7 +157,7 @@ class Operation:
             self._flight.withdraw(self._number)
         if not self.void:
             self._epoch.interrupt(self._phase, error)
-            if isinstance(error, SHORTAGE):
+            if isinstance(error, _FAILURES):
                 self._epoch.call_off(self._phase, error)
 
     def received(self) -> None:
@@ -253,7 +259,6 @@ class Epoch:
         self._runtime = runtime
         self._flights = flights
         self._gpu = gpu
-        self._interrupted = ""
         #: What the windows have room for, these and all later ones: room never shrinks.
         self._fitting: set[LowLatencyPlan] = set()
 
@@ -285,18 +290,14 @@ class Epoch:
         runtime.check(phase)
         if gpu is not None:
             gpu.check_ids(phase)
-        if runtime.stale:
-            if not begins:
-                raise ConfigError(f"{phase}: {runtime.stale}, {_VOID}")
-        elif self._interrupted and self.number == runtime.epoch:
-            raise UcclEpError(
-                f"{phase}: an earlier {self._interrupted} was interrupted after part of it may have been sent, so the "
-                f"ranks no longer agree on what comes next. {AFTER_INTERRUPTION}"
-            )
+        if not runtime.stale:
+            check_interrupted(phase, runtime)
+        elif not begins:
+            raise ConfigError(f"{phase}: {runtime.stale}, {_VOID}")
 
     def receive_dropped(self) -> None:
         """Receive what was sent in this epoch and whose recv hooks are gone. Raises what receiving does."""
-        if self.present and not self._interrupted:
+        if self.present and not self._runtime.interrupted:
             for flight in self._flights:
                 if flight.has_dropped:
                     flight.receive_dropped(self.capture)
@@ -352,7 +353,7 @@ class Epoch:
                 why = "another rank asks for other windows"
             if self.capturing:
                 raise ConfigError(f"{phase}: {why}, and a graph is being captured. {RESERVE_FIRST}")
-            if self.present and not self._interrupted and any(flight.count for flight in self._flights):
+            if self.present and not runtime.interrupted and any(flight.count for flight in self._flights):
                 raise ConfigError(f"{phase}: {why}, and an operation is in flight. {RECEIVE_FIRST}")
         except ConfigError as error:
             objection = str(error)
@@ -363,33 +364,39 @@ class Epoch:
         """Begin in the windows that are there; True when they are new to this mode: every counter restarts."""
         if self.number == self._runtime.epoch:
             return False
-        self.number, self._interrupted = self._runtime.epoch, ""
+        self.number = self._runtime.epoch
         for flight in self._flights:
             flight.clear()
         return True
 
     def operation(self, phase: str, flight: InFlight | None = None, plan: LowLatencyPlan | None = None) -> Operation:
         """What goes around sending an operation, which counts as begun; ``plan``: of one of low latency."""
-        self._runtime.begin_operation(plan)
+        self._runtime.begin_operation(plan, flight is not None and flight.combines)
         return Operation(self, phase, flight)
 
     def call_off(self, phase: str, error: Exception) -> None:
-        """This process has run short of something in an operation that the other ranks wait in: all of them refuse it
-        at once, and go on in a new epoch.
+        """An error of the system's, or of the caller's own, has ended an operation that the other ranks wait in: all of
+        them refuse it at once, and go on in a new epoch. On this rank the caller's own error goes on.
 
         Nothing for an ``error`` of ours, which the others know of, and where kernels run on a device, whose hosts are
         not told before the deadline.
 
         Raises:
-            ConfigError: on every rank. PeerError: a rank did not take part.
+            ConfigError: on every rank; here where the process has run short of something. PeerError: a rank did not
+                take part.
         """
         if isinstance(error, UcclEpError) or self._gpu is not None:
             return
+        short = _is_shortage(error)
+        step = "leave this process more memory and descriptors, or give it fewer tokens at once"
         try:
             self._runtime.call_off(
-                f"{phase} ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}. Next step: leave this "
-                "process more memory and descriptors, or give it fewer tokens at once"
+                f"{phase} ended with {type(error).__name__}: {str(error).partition(chr(10))[0]}. Next step: "
+                f"{step if short else 'read the log of that rank: the error is none of this package'}"
             )
+        except ConfigError as refusal:
+            if short:
+                raise refusal from error
         except UcclEpError as refusal:
             raise refusal from error
 
@@ -401,4 +408,20 @@ class Epoch:
         with contextlib.suppress(RuntimeError):
             captured = self.capturing
         if not captured:
-            self._interrupted = f"{phase} ({type(error).__name__}: {error}".rstrip(": ") + ")"
+            self._runtime.interrupt(f"{phase} ({type(error).__name__}: {error}".rstrip(": ") + ")")
+
+
+def check_interrupted(phase: str, runtime: Runtime) -> None:
+    """Raise UcclEpError where an operation of this epoch, of whichever mode, has ended early on this rank."""
+    if runtime.interrupted:
+        raise UcclEpError(
+            f"{phase}: an earlier {runtime.interrupted} was interrupted after part of it may have been sent, so the "
+            f"ranks no longer agree on what comes next. {AFTER_INTERRUPTION}"
+        )
+
+
+def _is_shortage(error: Exception) -> bool:
+    """Whether the process has no memory, descriptor or thread left."""
+    if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+        return error.errno in _SHORT
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _SHORT_WORDS)

@@ -23,6 +23,7 @@ __all__ = [
     "check_reserve",
     "check_ring",
     "check_stats",
+    "check_zero_copy",
     "combine_coding",
     "dispatch_coding",
     "dispatch_key",
@@ -170,7 +171,7 @@ def check_reserve(
     if dtype not in VALUE_CODES:
         raise ConfigError(f"{where}: dtype must be bfloat16, float16 or float32, not {dtype!r}")
     plan = _plan(where, ranks, tokens, hidden, experts, topk, dtype.itemsize)
-    return plan, torch.empty(0, plan.hidden, dtype=dtype)
+    return plan, torch.empty(0, plan.hidden, dtype=dtype, device="cpu")
 
 
 def check_finish(phase: str, async_finish: bool, return_recv_hook: bool) -> None:
@@ -213,6 +214,15 @@ def check_stats(name: str, stats: torch.Tensor | None, dtype: torch.dtype, lengt
     return stats.data_ptr()
 
 
+def check_zero_copy(x: torch.Tensor, buffer: torch.Tensor | None) -> None:
+    """Raise ConfigError unless ``x`` is the ``buffer`` for the experts' output, which DeepEP sends in its place."""
+    if buffer is None or x.data_ptr() != buffer.data_ptr():
+        raise ConfigError(
+            "low-latency combine: zero_copy=True, and x is not what get_next_low_latency_combine_buffer returned for "
+            "this shape and dtype. Next step: give that tensor as x, or leave zero_copy out"
+        )
+
+
 def check_combine(
     plan: LowLatencyPlan,
     handle: LowLatencyHandle,
@@ -243,12 +253,14 @@ def check_combine(
             raise ConfigError(f"{where}: {name} is on {tensor.device}, and the dispatch was on {sent.device}")
     # contents are compared on the CPU only: a GPU would have to be waited for, and could not be captured in a graph
     on_cpu = x.device.type == "cpu"
-    if (
-        not isinstance(topk_idx, torch.Tensor)
-        or not is_tensor(topk_idx, torch.int64, sent.shape)
-        or (on_cpu and not torch.equal(topk_idx, sent))
-    ):
+    if not isinstance(topk_idx, torch.Tensor) or not is_tensor(topk_idx, torch.int64, sent.shape):
         raise ConfigError(f"{where}: topk_idx {in_words(topk_idx)} differs from the one at dispatch, {in_words(sent)}")
+    if on_cpu and not torch.equal(topk_idx, sent):
+        token, slot = (topk_idx != sent).nonzero()[0].tolist()
+        raise ConfigError(
+            f"{where}: topk_idx[{token}, {slot}] is {int(topk_idx[token, slot])}, and was {int(sent[token, slot])} at "
+            "dispatch. Next step: give the same ids; to leave an expert out, give it the weight 0"
+        )
     if not isinstance(topk_weights, torch.Tensor) or not is_tensor(topk_weights, torch.float32, sent.shape):
         raise ConfigError(f"{where}: topk_weights must be float32{list(sent.shape)}, not {in_words(topk_weights)}")
     # as bits: engines pad batches with rows whose weights are NaN, and NaN equals nothing

@@ -31,10 +31,11 @@ from .low_latency_arguments import (
     check_reserve,
     check_ring,
     check_stats,
+    check_zero_copy,
     combine_coding,
     dispatch_coding,
 )
-from .low_latency_outputs import DispatchOutputs, OutputMemory, Rows
+from .low_latency_outputs import MOST_SIZES, DispatchOutputs, OutputMemory, Rows
 
 __all__ = ["LowLatency"]
 
@@ -44,12 +45,12 @@ class LowLatency:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._dispatches, self._combines = InFlight("dispatches"), InFlight("combines")
+        self._dispatches, self._combines = InFlight("dispatches"), InFlight("combines", combines=True)
         self._epoch = Epoch(runtime, (self._dispatches, self._combines))
         self._state: block.StateBlock | None = None
         self._memory = OutputMemory()
-        self._quantised: torch.Tensor = torch.empty(0, dtype=torch.uint8)
-        self._block_scratch: torch.Tensor = torch.empty(SCALE_BLOCK, dtype=torch.float32)
+        self._quantised: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=CPU)
+        self._block_scratch: torch.Tensor = torch.empty(SCALE_BLOCK, dtype=torch.float32, device=CPU)
         self._combine_buffers: dict[tuple[LowLatencyPlan, torch.dtype], torch.Tensor] = {}
 
     def reserve(
@@ -149,56 +150,57 @@ class LowLatency:
         if not self._dispatches.has_room:
             raise self._dispatches.refusal(phase)
 
-        # Memory, all of it before the send: a message without a hook could never be received.
-        rows, stride = x.data_ptr(), coding.payload
-        if coding.quantised:
-            rows, stride = self._quantise(x, coding, round_scale), coding.row
-        route = block.RouteBlock(plan, x.shape[0], FORM_EXPANDED if weights is None else FORM_REDUCED)
-        outputs = DispatchOutputs(plan, coding, CPU, coding.output, self._memory.rows)
-        handle = LowLatencyHandle.build(
-            (outputs.src_info, outputs.layout_range),
-            owner=self,
-            epoch=epoch.number,
-            plan=plan,
-            route=route,
-            topk_idx=ids,
-            topk_weights=weights,
-            dtype=x.dtype,
-        )
-
-        # Who gets which tokens; one message to every rank; one message of every rank, unpacked per expert.
-        space = runtime.space
-        blocks = space.context, state.address, route.address
-        kernels.route(space.context, route.address, ids.data_ptr())
-        send = partial(
-            kernels.dispatch_send,
-            *blocks,
-            space.progress,
-            rows,
-            stride,
-            coding.row if coding.quantised else coding.payload,
-            coding.row,
-            ids.data_ptr(),
-            0 if weights is None else weights.data_ptr(),
-            coding.dtype,
-        )
-        receive = partial(
-            kernels.dispatch_recv,
-            *blocks,
-            space.progress,
-            coding.dtype,
-            outputs.values.data_ptr(),
-            coding.payload,
-            coding.row,
-            outputs.scales_address,
-            outputs.count.data_ptr(),
-            outputs.src_info.data_ptr(),
-            outputs.layout_range.data_ptr(),
-            counts_address,
-            waits_address,
-            int(runtime.settings.deterministic if deterministic is None else deterministic),
-        )
         with epoch.operation(phase, self._dispatches, plan) as operation:
+            # Memory, all of it before the send: a message without a hook could never be received. Where there is none,
+            # the others are told.
+            rows, stride = x.data_ptr(), coding.payload
+            if coding.quantised:
+                rows, stride = self._quantise(x, coding, round_scale), coding.row
+            route = block.RouteBlock(plan, x.shape[0], FORM_EXPANDED if weights is None else FORM_REDUCED)
+            outputs = DispatchOutputs(plan, coding, CPU, coding.output, self._memory.rows)
+            handle = LowLatencyHandle.build(
+                (outputs.src_info, outputs.layout_range),
+                owner=self,
+                epoch=epoch.number,
+                plan=plan,
+                route=route,
+                topk_idx=ids,
+                topk_weights=weights,
+                dtype=x.dtype,
+            )
+
+            # Who gets which tokens; one message to every rank; one message of every rank, unpacked per expert.
+            space = runtime.space
+            blocks = space.context, state.address, route.address
+            kernels.route(space.context, route.address, ids.data_ptr())
+            send = partial(
+                kernels.dispatch_send,
+                *blocks,
+                space.progress,
+                rows,
+                stride,
+                coding.row if coding.quantised else coding.payload,
+                coding.row,
+                ids.data_ptr(),
+                0 if weights is None else weights.data_ptr(),
+                coding.dtype,
+            )
+            receive = partial(
+                kernels.dispatch_recv,
+                *blocks,
+                space.progress,
+                coding.dtype,
+                outputs.values.data_ptr(),
+                coding.payload,
+                coding.row,
+                outputs.scales_address,
+                outputs.count.data_ptr(),
+                outputs.src_info.data_ptr(),
+                outputs.layout_range.data_ptr(),
+                counts_address,
+                waits_address,
+                int(runtime.settings.deterministic if deterministic is None else deterministic),
+            )
             space.wait(f"{phase} send", send)
             if not return_recv_hook:
                 space.wait(f"{phase} recv", receive)
@@ -238,7 +240,7 @@ class LowLatency:
                 tokens were.
             topk_idx, topk_weights: int64 and float32 [tokens, K] of the dispatch; weights given there must be equal
             here. handle: of a dispatch that has been received. It may be combined any number of times.
-            zero_copy: accepted: rows are packed straight from ``x`` wherever it lies.
+            zero_copy: ``x`` is what :meth:`next_combine_buffer` returned. Rows are packed straight from any ``x``.
             async_finish, return_recv_hook: as for dispatch. ``x`` and ``topk_weights`` may be changed once this
                 returns.
             out: [tokens, H] in x.dtype to write into.
@@ -264,28 +266,34 @@ class LowLatency:
         if not handle.received:
             raise ConfigError(f"{phase}: the dispatch of this handle is not received yet. {RECEIVE_FIRST}")
         check_combine(plan, handle, x, topk_idx, topk_weights, out)
+        if zero_copy:
+            check_zero_copy(x, self._combine_buffers.get((plan, x.dtype)))
         coding, waits = combine_coding(x), combine_wait_recv_cost_stats
         waits_address = check_stats("combine_wait_recv_cost_stats", waits, torch.int64, plan.ranks, CPU)
         # rule: a third combine in flight is refused
         if not self._combines.has_room:
             raise self._combines.refusal(phase)
 
-        # Memory, all of it before the send.
-        weights = handle.topk_weights
-        if weights is None:
-            # read only when the hook runs: the caller may change its own by then
-            weights = topk_weights.clone(memory_format=torch.contiguous_format)
-        result = torch.empty(topk_idx.shape[0], plan.hidden, dtype=x.dtype) if out is None else out
-        # the number of this combine: written by combine_send, read by combine_recv
-        ticket = np.zeros(1, dtype=np.int64)
-
-        # The experts' rows go back to their sources; rows of every rank come, and are summed per token.
-        space = runtime.space
-        blocks = space.context, state.address, handle.route.address, ticket.ctypes.data, space.progress
-        form = coding.payload, coding.row, coding.dtype
-        send = partial(kernels.combine_send, *blocks, x.data_ptr(), *form)
-        receive = partial(kernels.combine_recv, *blocks, weights.data_ptr(), result.data_ptr(), *form, waits_address)
         with epoch.operation(phase, self._combines, plan) as operation:
+            # Memory, all of it before the send.
+            weights = handle.topk_weights
+            if weights is None:
+                # read only when the hook runs: the caller may change its own by then
+                weights = topk_weights.clone(memory_format=torch.contiguous_format)
+            result = out
+            if result is None:
+                result = torch.empty(topk_idx.shape[0], plan.hidden, dtype=x.dtype, device=CPU)
+            # the number of this combine: written by combine_send, read by combine_recv
+            ticket = np.zeros(1, dtype=np.int64)
+
+            # The experts' rows go back to their sources; rows of every rank come, and are summed per token.
+            space = runtime.space
+            blocks = space.context, state.address, handle.route.address, ticket.ctypes.data, space.progress
+            form = coding.payload, coding.row, coding.dtype
+            send = partial(kernels.combine_send, *blocks, x.data_ptr(), *form)
+            receive = partial(
+                kernels.combine_recv, *blocks, weights.data_ptr(), result.data_ptr(), *form, waits_address
+            )
             space.wait(f"{phase} send", send)
             if not return_recv_hook:
                 space.wait(f"{phase} recv", receive)
@@ -314,10 +322,17 @@ class LowLatency:
         self._state_of("low-latency combine buffer", handle)
         plan: LowLatencyPlan = handle.plan
         kind = plan, handle.dtype
-        if kind not in self._combine_buffers:
+        buffer = self._combine_buffers.pop(kind, None)
+        if buffer is None:
             shape = plan.local_experts, plan.ranks * plan.tokens, plan.hidden
-            self._combine_buffers[kind] = self._memory.rows(shape, handle.dtype)
-        return self._combine_buffers[kind]
+            # whoever asks first may be an engine's warm-up, whose tensors nobody else may write to
+            with torch.inference_mode(False):
+                buffer = self._memory.rows(shape, handle.dtype)
+        # the latest one stands last
+        self._combine_buffers[kind] = buffer
+        while len(self._combine_buffers) > MOST_SIZES:
+            del self._combine_buffers[next(iter(self._combine_buffers))]
+        return buffer
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -347,7 +362,7 @@ class LowLatency:
         """Address of the FP8 wire rows of ``x``. They are read before the dispatch returns, so one buffer is enough."""
         tokens, hidden = x.shape
         if self._quantised.numel() < tokens * coding.row:
-            self._quantised = torch.empty(tokens * coding.row, dtype=torch.uint8)
+            self._quantised = torch.empty(tokens * coding.row, dtype=torch.uint8, device=CPU)
         kernels.quantise(
             self._quantised.data_ptr(),
             coding.row,

@@ -224,6 +224,8 @@ class LowLatencyGpu:
         if not handle.received:
             raise ConfigError(f"{phase}: the dispatch of this handle is not received yet. {RECEIVE_FIRST}")
         check_combine(plan, handle, x, topk_idx, topk_weights, out)
+        if zero_copy:
+            session.check_zero_copy(plan, x)
         start = check_start("low-latency combine: x", x, device)
         waits_address = check_stats("combine_wait_recv_cost_stats", waits, torch.int64, plan.ranks, device)
         if not session.combines.has_room:

@@ -23,7 +23,7 @@ from ..kernels.select import device_low_latency_kernels
 from ..protocol.layout import LowLatencyPlan
 from .arguments import VALUE_CODES
 from .epoch import RESERVE_FIRST, Epoch, InFlight, RecvHook
-from .low_latency_arguments import Coding
+from .low_latency_arguments import Coding, check_zero_copy
 
 if TYPE_CHECKING:
     from ..kernels.triton.launch import Launch
@@ -64,7 +64,7 @@ class LowLatencyGpuSession:
     """
 
     def __init__(self, runtime: Runtime, gpu: GpuContext) -> None:
-        self.dispatches, self.combines = InFlight("dispatches"), InFlight("combines")
+        self.dispatches, self.combines = InFlight("dispatches"), InFlight("combines", combines=True)
         self.epoch = Epoch(runtime, (self.dispatches, self.combines), gpu)
         self._runtime = runtime
         self._gpu = gpu
@@ -244,15 +244,20 @@ class LowLatencyGpuSession:
             capture=capture,
         )
 
+    def check_zero_copy(self, plan: LowLatencyPlan, x: torch.Tensor) -> None:
+        """Raise ConfigError unless ``x`` is the :meth:`combine_buffer` of its plan and dtype."""
+        check_zero_copy(x, self._combine_buffers.get((plan, x.dtype)))
+
     def combine_buffer(self, plan: LowLatencyPlan, dtype: torch.dtype) -> torch.Tensor:
         """[L, R * T, H] for the experts' output, the same tensor for a plan and dtype within an epoch. The current
         stream waits for what may still read it, a combine with ``async_finish``."""
         self._gpu.order.run(lambda: None, (), own_stream=False, finish=False)
         if (plan, dtype) not in self._combine_buffers:
             shape = (plan.local_experts, plan.ranks * plan.tokens, plan.hidden)
-            buffer = self._combine_buffers[plan, dtype] = torch.empty(
-                shape, dtype=dtype, device=self._gpu.memory.device
-            )
+            # whoever asks first may be an engine's warm-up, whose tensors nobody else may write to
+            with torch.inference_mode(False):
+                buffer = torch.empty(shape, dtype=dtype, device=self._gpu.memory.device)
+            self._combine_buffers[plan, dtype] = buffer
             # experts of a captured graph may write to it
             self._runtime.before_unmapping(lambda: self._gpu.keep(buffer))
         return self._combine_buffers[plan, dtype]

@@ -19,13 +19,15 @@ from ..protocol.layout import LowLatencyPlan
 from ..protocol.message import DTYPE_FP8, SCALE_BLOCK
 from .low_latency_arguments import Coding
 
-__all__ = ["DispatchOutputs", "OutputMemory", "Rows"]
+__all__ = ["MOST_SIZES", "DispatchOutputs", "OutputMemory", "Rows"]
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _Bytes = npt.NDArray[np.uint8]
 
 #: Unused blocks kept per size: two operations in flight, and one in the caller's hands.
 _KEPT = 3
+#: Sizes of which memory is kept, those used last: FP8 rows, scales, rows for warm-up and for serving, and spare.
+MOST_SIZES = 8
 
 
 class OutputMemory:
@@ -36,7 +38,13 @@ class OutputMemory:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """uint8[nbytes] on a page boundary, with undefined content; returned when its storage is collected."""
-        free = self._free.setdefault(nbytes, collections.deque(maxlen=_KEPT))
+        free = self._free.pop(nbytes, None)
+        if free is None:
+            free = collections.deque(maxlen=_KEPT)
+        # the latest size stands last
+        self._free[nbytes] = free
+        while len(self._free) > MOST_SIZES:
+            del self._free[next(iter(self._free))]
         try:
             block = free.popleft()
         except IndexError:

@@ -11,6 +11,7 @@ from ..kernels.blocks import normal as block
 from ..kernels.cpu import normal as kernels
 from ..protocol.layout import WindowLayout
 from ..protocol.message import NormalNotify
+from .arguments import CPU
 from .row_format import mark_bytes
 
 __all__ = ["NodeRelay"]
@@ -32,8 +33,8 @@ class NodeRelay:
     def route(self, in_rank: torch.Tensor, node_ranks: int) -> NodeRoute:
         """Which tokens cross to each node, from a layout bool [tokens, R] that has been checked."""
         tokens, nodes = len(in_rank), self._ranks // node_ranks
-        rows = torch.empty(nodes, dtype=torch.int64)
-        lists = torch.empty(nodes, tokens, dtype=torch.int32)
+        rows = torch.empty(nodes, dtype=torch.int64, device=CPU)
+        lists = torch.empty(nodes, tokens, dtype=torch.int32, device=CPU)
         kernels.route_nodes(
             in_rank.data_ptr(), tokens, self._ranks, node_ranks, self._rank, rows.data_ptr(), lists.data_ptr()
         )
@@ -67,6 +68,6 @@ class NodeRelay:
         """After a first dispatch was opened: room for the marks that its combine needs. ``peers`` int64 [R, words]."""
         node_ranks = int(operation[block.NODE_RANKS])
         rows = torch.from_numpy(peers[self._rank % node_ranks :: node_ranks, block.RAIL_RECV].copy())
-        marks = torch.empty(int(rows.sum()), mark_bytes(node_ranks), dtype=torch.uint8)
+        marks = torch.empty(int(rows.sum()), mark_bytes(node_ranks), dtype=torch.uint8, device=CPU)
         operation[block.RELAY_MARKS] = marks.data_ptr()
         return route._replace(relay_rows=rows, relay_marks=marks)

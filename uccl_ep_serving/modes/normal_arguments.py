@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..handles import NormalGpuHandle, NormalHandle
 from ..protocol.command import UNIT
 from ..protocol.message import DTYPE_FP8, DTYPE_FP8_UE8M0, MOST_TOKENS, SCALE_BLOCK, NormalNotify
-from .arguments import VALUE_CODES, check_device, check_integer, check_start, in_words
+from .arguments import VALUE_CODES, check_device, check_integer, check_start, in_words, naming
 from .row_format import RowFormat
 
 __all__ = ["CombineArguments", "DispatchArguments", "Layout", "NormalArguments", "check_experts", "check_ids"]
@@ -99,6 +99,7 @@ class NormalArguments(Generic[_Handle]):
         self._ranks, self._device, self._aligned = ranks, device, aligned
         self._handles: type[_Handle] = handles
 
+    @naming("normal dispatch")
     def dispatch(
         self,
         owner: object,
@@ -139,13 +140,14 @@ class NormalArguments(Generic[_Handle]):
         copies = min(topk or self._ranks, self._ranks)
         return DispatchArguments(form, rows, scales, topk_idx, topk_weights, counted, None, copies)
 
+    @naming("normal combine")
     def combine(
         self,
         owner: object,
         x: object,
         handle: object,
         topk_weights: torch.Tensor | None,
-        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None,
+        bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None,
     ) -> CombineArguments[_Handle]:
         """Take apart what combine is given; ``owner``: from whom the handle must come. Raises ConfigError."""
         known = self._check_handle(handle, owner, None)
@@ -250,14 +252,14 @@ class NormalArguments(Generic[_Handle]):
         return Layout(per_rank.contiguous(), in_rank.contiguous(), experts.contiguous())
 
     def _biases(
-        self, bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, tokens: int, x: torch.Tensor
+        self, bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None, tokens: int, x: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """No, one or two biases, contiguous."""
         if bias is None:
             return ()
-        biases = bias if isinstance(bias, tuple) else (bias,)
-        if len(biases) > 2:
-            raise ConfigError(f"bias must be one tensor or two, not {len(biases)}")
+        if isinstance(bias, tuple) and len(bias) > 2:
+            raise ConfigError(f"bias must be one tensor or two, not {len(bias)}")
+        biases = [one for one in (bias if isinstance(bias, tuple) else (bias,)) if one is not None]
         for one in biases:
             check_device(self._device, bias=one)
             if one.dtype != x.dtype or one.shape != (tokens, x.shape[1]):

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..handles import DispatchOrigin, EventOverlap, NormalHandle, wait_for
 from ..kernels.blocks import normal as block
 from ..protocol.message import NormalNotify
-from .arguments import CPU
+from .arguments import CPU, naming
 from .normal_arguments import DispatchArguments, NormalArguments, check_experts, check_ids
 from .row_exchange import RowExchange, count_layout
 from .row_format import RowFormat, overflow
@@ -39,6 +39,7 @@ class Normal:
         self._arguments = NormalArguments(runtime.ranks, CPU, NormalHandle, aligned=False)
         self._exchange = RowExchange(runtime)
 
+    @naming("get_dispatch_layout")
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -173,7 +174,7 @@ class Normal:
         handle: NormalHandle,
         *,
         topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
         config: object = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
@@ -184,7 +185,7 @@ class Normal:
         Args:
             x: [N, H] bfloat16, float16 or float32, contiguous, in the order of the dispatch that returned ``handle``.
             topk_weights: float32 [N, K], summed per token like the rows.
-            bias: [T, H] of x's dtype, or two of them, added in float32 before rounding.
+            bias: [T, H] of x's dtype, or two of them, each of which may be None; added in float32 before rounding.
             config: accepted; chunk sizes follow ``UCCL_EP_CHUNK_BYTES``.
 
         Returns:
@@ -204,7 +205,7 @@ class Normal:
         args = self._arguments.combine(self, x, handle, topk_weights, bias)
         form = exchange.enter(args.form, handle)
         tokens = handle.origin.tokens
-        weights = None if args.topk_weights is None else torch.empty(tokens, form.topk, dtype=torch.float32)
+        weights = None if args.topk_weights is None else torch.empty(tokens, form.topk, dtype=torch.float32, device=CPU)
 
         with exchange.epoch.operation(form.name) as whole:
             # Open: tell every rank what goes back, hear what every rank has.
@@ -262,11 +263,11 @@ class Normal:
         operation[block.OUT] = rows.data_ptr()
         operation[block.IN_PLACE] = offset >= 0
         if args.scales is not None:
-            scales = torch.empty(capacity, args.scales.shape[1], dtype=args.scales.dtype)
+            scales = torch.empty(capacity, args.scales.shape[1], dtype=args.scales.dtype, device=CPU)
             operation[block.OUT_SCALES] = scales.data_ptr()
         if form.topk:
-            idx = torch.empty(capacity, form.topk, dtype=torch.int64)
-            weights = torch.empty(capacity, form.topk, dtype=torch.float32)
+            idx = torch.empty(capacity, form.topk, dtype=torch.int64, device=CPU)
+            weights = torch.empty(capacity, form.topk, dtype=torch.float32, device=CPU)
             if capacity > (total := int(operation[block.RECV_TOTAL])):
                 idx[total:] = -1
                 weights[total:] = 0
@@ -293,7 +294,7 @@ class Normal:
         """
         hidden = like.shape[1]
         if offset < 0:
-            return torch.empty(rows, hidden, dtype=like.dtype)
+            return torch.empty(rows, hidden, dtype=like.dtype, device=CPU)
         return self._runtime.heap.tensor(offset, rows, hidden, like.dtype)
 
 
@@ -301,7 +302,7 @@ def _try_allocation(rows: int, row_bytes: int) -> None:
     """Raise ConfigError where so much memory is not to be had: once the others are told what comes, they wait for it.
     No page of it is touched."""
     try:
-        torch.empty(rows, row_bytes, dtype=torch.uint8)
+        torch.empty(rows, row_bytes, dtype=torch.uint8, device=CPU)
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"normal-mode dispatch: num_worst_tokens = {rows} rows of {row_bytes} bytes cannot be allocated "

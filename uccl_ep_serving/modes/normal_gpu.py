@@ -25,6 +25,7 @@ from ..handles import DispatchOrigin, EventOverlap, NormalGpuHandle
 from ..kernels.blocks import normal_device as block
 from ..kernels.blocks.normal_device import NormalOpening, NormalTensors
 from ..protocol.message import NormalNotify
+from .arguments import naming
 from .normal_arguments import NormalArguments, check_experts, check_ids
 from .normal_gpu_outputs import Outputs, Received, address_of
 from .normal_gpu_route import Marks, Route, Steps, all_of, new_marks, run_all
@@ -54,6 +55,7 @@ class NormalGpu:
 
     # -- layout -------------------------------------------------------------------------------------------------
 
+    @naming("get_dispatch_layout")
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -223,7 +225,7 @@ class NormalGpu:
         handle: Any,
         *,
         topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
         config: Any = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,

@@ -25,6 +25,7 @@ from ..native.copy import last_cache_bytes
 from ..native.groups import load
 from ..protocol.message import LEAST_CHUNK_BYTES, NormalNotify
 from ..protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH
+from .arguments import CPU, naming
 from .epoch import Epoch, Operation
 from .node_relay import NodeRelay
 from .normal_arguments import Layout
@@ -116,6 +117,7 @@ class RowExchange:
         runtime = self._runtime
         return crossed_once(runtime.node_ranks, runtime.ranks, runtime.settings.hierarchy, bool(runtime.mask.any()))
 
+    @naming("normal dispatch")
     def route(self, layout: Layout, topk_idx: torch.Tensor | None) -> torch.Tensor:
         """Who gets which tokens: ``NormalHandle.route``. Raises ConfigError when the layout contradicts itself or the
         ids."""
@@ -126,7 +128,7 @@ class RowExchange:
             self._tally_address = self._tally.ctypes.data
         topk = 0 if topk_idx is None else topk_idx.shape[1]
         most = tokens * (min(topk, ranks) if topk else ranks)
-        route = torch.empty(2 * ranks + (most + 1) // 2, dtype=torch.int64)
+        route = torch.empty(2 * ranks + (most + 1) // 2, dtype=torch.int64, device=CPU)
         address = route.data_ptr()
         verdict = self.kernels.route_rows(
             0 if topk_idx is None else topk_idx.data_ptr(),
@@ -286,9 +288,9 @@ def count_layout(topk_idx: torch.Tensor, experts: int, ranks: int) -> Layout:
         experts: E, a multiple of R.
     """
     tokens, topk = topk_idx.shape
-    per_rank = torch.empty(ranks, dtype=torch.int32)
-    per_expert = torch.empty(experts, dtype=torch.int32)
-    in_rank = torch.empty(tokens, ranks, dtype=torch.bool)
+    per_rank = torch.empty(ranks, dtype=torch.int32, device=CPU)
+    per_expert = torch.empty(experts, dtype=torch.int32, device=CPU)
+    in_rank = torch.empty(tokens, ranks, dtype=torch.bool, device=CPU)
     addresses = per_rank.data_ptr(), per_expert.data_ptr(), in_rank.data_ptr()
     bad = cpu_kernels.layout(topk_idx.data_ptr(), tokens, topk, experts, ranks, *addresses)
     if bad >= 0:
