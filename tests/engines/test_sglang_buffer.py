@@ -22,7 +22,7 @@ TOKENS = 2048  # twice what the engine asserts
 SHAPE = MoeShape(hidden=128, experts=8, topk=2, intermediate=64)
 
 
-def engine_open_rank(rank: int, ranks: int, rendezvous: str, tokens: int, low_latency: bool) -> dict[str, Any]:
+def engine_open_rank(rank: int, ranks: int, rendezvous: str, tokens: int, mode: str, dtype: str) -> dict[str, Any]:
     """What ``ModelRunner.init_cuda_graphs`` finds when it begins: the engine's own dispatchers on a real Buffer."""
     import torch.distributed as dist
     from sglang.srt.layers.moe.token_dispatcher import deepep
@@ -43,13 +43,13 @@ def engine_open_rank(rank: int, ranks: int, rendezvous: str, tokens: int, low_la
 
     def capture(runner: Any, *_arguments: Any) -> str:
         buffer = deepep.DeepEPBuffer._state().buffer
-        stats = buffer.stats()["ops"]
-        found.update(window=len(buffer.runtime.window_bytes), dispatches=stats["ll_dispatch"]["count"])
+        counts = {name: one["count"] for name, one in buffer.stats()["ops"].items() if one["count"]}
+        found.update(window=len(buffer.runtime.window_bytes), counts=counts)
         return "captured"
 
     ModelRunner.init_cuda_graphs = capture
-    activation.activate(Decisions(tokens, low_latency, {}))
-    deepep.get_deepep_output_dtype = lambda _self: deepep.DispatcherOutputDtype.BF16
+    activation.activate(Decisions(tokens, mode != "normal", {}))
+    deepep.get_deepep_output_dtype = lambda _self: deepep.DispatcherOutputDtype(dtype)
     deepep.get_deepep_config = lambda: ""
     dispatchers = [
         deepep.DeepEPDispatcher(
@@ -59,7 +59,7 @@ def engine_open_rank(rank: int, ranks: int, rendezvous: str, tokens: int, low_la
             num_local_experts=SHAPE.experts // ranks,
             hidden_size=SHAPE.hidden,
             params_dtype=torch.bfloat16,
-            deepep_mode=DeepEPMode.AUTO,
+            deepep_mode=DeepEPMode(mode),
             return_recv_hook=True,
         )
         for _ in range(2)
@@ -67,25 +67,27 @@ def engine_open_rank(rank: int, ranks: int, rendezvous: str, tokens: int, low_la
     layers = [SimpleNamespace(dispatcher=one) for one in dispatchers] + [SimpleNamespace()]
     runner = SimpleNamespace(model=SimpleNamespace(modules=lambda: layers), device="cpu")
     found["returned"] = ModelRunner.init_cuda_graphs(runner, True)
-    found["tokens"] = {one._low_latency_dispatcher.num_max_dispatch_tokens_per_rank for one in dispatchers}
+    name = "_normal_dispatcher" if mode == "normal" else "_low_latency_dispatcher"
+    found["tokens"] = {getattr(one, name).num_max_dispatch_tokens_per_rank for one in dispatchers}
     deepep.DeepEPBuffer._state().buffer.destroy()
     dist.destroy_process_group()
     return found
 
 
-@pytest.mark.parametrize("low_latency", [True, False], ids=["low-latency", "prefill server"])
-def test_the_window_is_there_before_a_graph_is_captured(in_engine_ranks: InEngine, low_latency: bool) -> None:
-    """Its bytes are those that the launch has reserved; layers of one shape share it."""
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("auto", "bf16"), ("auto", "fp8"), ("low_latency", "bf16"), ("normal", "bf16")]
+)
+def test_the_window_is_there_before_a_graph_is_captured(in_engine_ranks: InEngine, mode: str, dtype: str) -> None:
+    """Its bytes are those that the launch has reserved; layers of one shape share it, and one token goes through it in
+    each mode."""
     from uccl_ep_serving import Settings
 
-    expected = memory_budget(SHAPE, 2, TOKENS if low_latency else 0, normal_plan(2, Settings.from_environment(), 0))
-    for found in in_engine_ranks(2, engine_open_rank, TOKENS, low_latency):
-        assert found == {
-            "window": expected.window,
-            "dispatches": int(low_latency),
-            "returned": "captured",
-            "tokens": {TOKENS},
-        }
+    tokens = 0 if mode == "normal" else TOKENS
+    expected = memory_budget(SHAPE, 2, tokens, normal_plan(2, Settings.from_environment(), 0))
+    modes = {"auto": ("normal", "ll"), "normal": ("normal",), "low_latency": ("ll",)}[mode]
+    counts = {f"{one}_{operation}": 1 for one in modes for operation in ("dispatch", "combine")}
+    for found in in_engine_ranks(2, engine_open_rank, TOKENS, mode, dtype):
+        assert found == {"window": expected.window, "counts": counts, "returned": "captured", "tokens": {TOKENS}}
 
 
 def on_recorder(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -62,7 +62,9 @@ def engine_patience(model: str, variables: dict[str, str]) -> str | None:
     os.environ.update(variables)
     from uccl_ep_serving.engines.sglang import workers
 
-    return workers.decisions_of(resolved(model, moe_a2a_backend="uccl_ep")).variables.get("UCCL_EP_TIMEOUT")
+    decisions = workers.decisions_of(resolved(model, moe_a2a_backend="uccl_ep"))
+    assert decisions is not None
+    return decisions.variables.get("UCCL_EP_TIMEOUT")
 
 
 def engine_draft_attention(steps: int) -> list[str]:

@@ -123,7 +123,7 @@ def engine_resolve_mutilated(model: str, module: str, name: str, how: str) -> st
     if how == "absent":
         delattr(broken, last)
     elif how == "other arguments":
-        setattr(broken, last, lambda self, hidden_states, topk_output: None)
+        setattr(broken, last, lambda self, hidden_states, topk: None)
     elif how == "unhooked":
         setattr(broken, last, getattr(broken, last).__wrapped__)
     try:
@@ -146,16 +146,17 @@ def engine_resolve_displaced(model: str, name: str) -> str:
     return engine_resolve_mutilated(model, "sglang.srt.server_args", "ServerArgs", "whole")
 
 
-def engine_resolve_newer(model: str, directory: str, call: str, newer: str) -> str:
-    """SGLang whose dispatcher calls our Buffer in another way."""
-    import sglang.srt.layers.moe.token_dispatcher.deepep as deepep
+def engine_resolve_newer(model: str, directory: str, call: str, newer: str, module: str = DEEPEP) -> str:
+    """SGLang whose dispatcher calls our Buffer in another way, or whose ``module`` has other words."""
+    import importlib
 
-    assert deepep.__file__ is not None
-    source = Path(deepep.__file__).read_text()
+    changed = importlib.import_module(module)
+    assert changed.__file__ is not None
+    source = Path(changed.__file__).read_text()
     assert call in source
     file = Path(directory) / "deepep.py"
     file.write_text(source.replace(call, newer))
-    deepep.__file__ = str(file)
+    changed.__file__ = str(file)
     return engine_resolve_mutilated(model, "sglang.srt.server_args", "ServerArgs", "whole")
 
 
@@ -240,7 +241,7 @@ def engine_replay(model: str) -> list[str]:
 
     raised = []
     for runtime in (
-        SimpleNamespace(closed=False, check=lambda phase: None),
+        SimpleNamespace(closed=False, stale=False, interrupted="", check=lambda phase: None),
         SimpleNamespace(closed=False, check=lost),
         SimpleNamespace(closed=True, check=lost),
     ):
@@ -276,7 +277,7 @@ def engine_results(model: str) -> list[tuple[str, list[str]]]:
     result = SimpleNamespace(copy_done=SimpleNamespace(synchronize=lambda: done.append("waited")))
     for number, runtime in enumerate(
         (
-            SimpleNamespace(closed=False, check=lambda phase: None),
+            SimpleNamespace(closed=False, stale=False, interrupted="", check=lambda phase: None),
             SimpleNamespace(closed=False, check=lost),
             SimpleNamespace(closed=True, check=lost),
         )
@@ -443,6 +444,21 @@ def test_mixing_with_the_real_deep_ep_is_refused(in_engine: InEngine, model: str
         in_engine(engine_resolve, model, dict(zip(hooks.FIELDS, fields, strict=True)))
 
 
+def test_a_draft_whose_experts_are_not_shared_by_all_ranks_is_refused(in_engine: InEngine, model: str) -> None:
+    """SGLang makes ``--ep-size`` that of all ranks for the target's backend alone."""
+    fields = {
+        "speculative_moe_a2a_backend": "uccl_ep",
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": model,
+    }
+    with pytest.raises(
+        ConfigError, match=r"with --ep-size 1: .* 2 ranks.*Next step: --ep-size 2, or --moe-a2a-backend"
+    ):
+        in_engine(engine_resolve, model, fields)
+    seen = in_engine(engine_resolve, model, {**fields, "ep_size": 2})
+    assert (seen["target"], seen["draft"], seen["ep_size"]) == ("none", "deepep", 2)
+
+
 def test_what_is_wrong_is_raised_before_a_graph_is_replayed(in_engine: InEngine, model: str) -> None:
     """A graph calls nothing of ours: after a lost peer it would go on with zeros, and nobody would know."""
     assert in_engine(engine_replay, model) == ["", "replayed operations: rank 1 is lost", ""]
@@ -470,7 +486,9 @@ def test_other_backends_are_left_alone(in_engine: InEngine, model: str, backend:
         (DEEPEP, "_DeepEPDispatcherImplLowLatency._dispatch_core", "absent"),
         (DEEPEP, "_DeepEPDispatcherImplLowLatency._dispatch_core", "other arguments"),
         (DEEPEP, "_DeepEPDispatcherImplLowLatency._combine_core", "other arguments"),
+        (DEEPEP, "_DeepEPDispatcherImplNormal.dispatch_a", "other arguments"),
         (DEEPEP, "_DeepEPDispatcherImplBase", "absent"),
+        ("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator.resolve_max_num_reqs", "absent"),
         ("sglang.srt.model_executor.model_runner", "ModelRunner.init_cuda_graphs", "absent"),
         ("sglang.srt.managers.scheduler", "Scheduler.process_batch_result", "absent"),
         (DEEPEP, "DeepEPBuffer.get_deepep_buffer", "absent"),
@@ -514,6 +532,24 @@ def test_what_a_newer_engine_asks_of_the_buffer_is_named(
     message = in_engine(engine_resolve_newer, model, str(tmp_path), call, newer)
     assert f"{tmp_path}/deepep.py, line " in message
     assert word in message
+
+
+@pytest.mark.parametrize(
+    ("module", "attribute"),
+    [
+        (DEEPEP, "_low_latency_dispatcher"),
+        (DEEPEP, "_normal_dispatcher"),
+        (DEEPEP, "params_bytes"),
+        ("sglang.srt.batch_overlap.two_batch_overlap", "_inners"),
+        ("sglang.srt.layers.moe.fused_moe_triton.layer", "dispatcher"),
+    ],
+)
+def test_what_a_newer_engine_calls_otherwise_is_named(
+    in_engine: InEngine, model: str, tmp_path: Path, module: str, attribute: str
+) -> None:
+    """The Buffer would open at the first dispatch, which may be inside a capture."""
+    message = in_engine(engine_resolve_newer, model, str(tmp_path), f"self.{attribute} = ", "self.other = ", module)
+    assert f"{module} assigns no attribute {attribute}" in message
 
 
 def test_a_lost_hook_is_an_argument_error_that_says_so(in_engine: InEngine) -> None:

@@ -22,7 +22,7 @@ def test_a_server_records_what_each_of_its_layers_has_chosen(tmp_path: Path) -> 
     settings = {"UCCL_EP_TRACE": str(traces), "UCCL_EP_TRACE_WHAT": "whole"}
     launch = SglangLaunch("uccl_ep", dp_attention=True, environment={**PROXIED, **settings})
     with nothing_left(tmp_path):
-        tokens = serve_traced(launch, tmp_path, traces, 240.0, opening=1)
+        tokens = serve_traced(launch, tmp_path, traces, 240.0, opening=2)
     whole = load(traces)
     assert whole.layers == tuple(range(MODEL.first_k_dense_replace, MODEL.num_hidden_layers))
     assert (whole.experts, whole.topk, whole.ranks) == (MODEL.n_routed_experts, MODEL.num_experts_per_tok, 2)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uccl_ep_serving.engines.sglang.window import MOST_TOKENS, Steps, Window, choose
+from uccl_ep_serving.engines.sglang.window import MOST_TOKENS, Steps, choose
 from uccl_ep_serving.errors import ConfigError
 
 H200 = Steps(ranks=8, captured=512, running=None)
@@ -17,21 +17,20 @@ H200 = Steps(ranks=8, captured=512, running=None)
 @pytest.mark.parametrize(
     ("steps", "asked", "expected"),
     [
-        pytest.param(H200, None, Window(512, 4096), id="default"),
-        pytest.param(dataclasses.replace(H200, ranks=1), None, Window(512, 512), id="tensor-parallel"),
-        pytest.param(dataclasses.replace(H200, captured=24), None, Window(24, 192), id="small graphs"),
-        pytest.param(dataclasses.replace(H200, width=4), None, Window(512, 1024), id="speculation"),
-        pytest.param(dataclasses.replace(H200, width=4, running=48), None, Window(24, None), id="speculation, bounded"),
-        pytest.param(dataclasses.replace(H200, running=256), None, Window(32, None), id="few requests"),
-        pytest.param(dataclasses.replace(H200, running=4), None, Window(1, None), id="fewer than ranks"),
-        pytest.param(dataclasses.replace(H200, running=24, multiple=2), None, Window(4, None), id="two batches"),
-        pytest.param(H200, 128, Window(128, 1024), id="asked for less"),
-        pytest.param(H200, 2048, Window(2048, 16384), id="asked for more"),
-        pytest.param(H200, 8192, Window(8192, None), id="more than SGLang runs"),
-        pytest.param(dataclasses.replace(H200, running=8192), 1024, Window(1024, None), id="asked for what fits"),
+        pytest.param(H200, None, 512, id="default"),
+        pytest.param(dataclasses.replace(H200, ranks=1), None, 512, id="tensor-parallel"),
+        pytest.param(dataclasses.replace(H200, captured=24), None, 24, id="small graphs"),
+        pytest.param(dataclasses.replace(H200, width=4), None, 512, id="speculation"),
+        pytest.param(dataclasses.replace(H200, width=4, running=48), None, 24, id="speculation, bounded"),
+        pytest.param(dataclasses.replace(H200, running=256), None, 32, id="few requests"),
+        pytest.param(dataclasses.replace(H200, running=4), None, 1, id="fewer than ranks"),
+        pytest.param(dataclasses.replace(H200, running=24, multiple=2), None, 4, id="two batches"),
+        pytest.param(H200, 128, 128, id="asked for less"),
+        pytest.param(H200, 2048, 2048, id="asked for more"),
+        pytest.param(dataclasses.replace(H200, running=8192), 1024, 1024, id="asked for what fits"),
     ],
 )
-def test_window_is_the_smallest_that_holds_the_largest_step(steps: Steps, asked: int | None, expected: Window) -> None:
+def test_window_is_the_smallest_that_holds_the_largest_step(steps: Steps, asked: int | None, expected: int) -> None:
     assert choose(steps, asked) == expected
 
 
@@ -74,16 +73,15 @@ def test_a_window_that_no_variable_reaches_is_not_offered() -> None:
     asked=st.none() | st.integers(1, 8192),
 )
 def test_every_step_that_may_come_fits(steps: Steps, asked: int | None) -> None:
-    """The requests that are declared, or that were there, fit; what is declared cannot be one request a rank more."""
+    """The requests that SGLang is bounded to fit, and not one more would; those that the user gave are no more."""
     try:
-        chosen = choose(steps, asked)
+        tokens = choose(steps, asked)
     except ConfigError:
         return
-    assert chosen.tokens == asked or (asked is None and chosen.tokens <= MOST_TOKENS)
-    running = chosen.declare or steps.running
-    if running is not None:
-        assert steps.tokens(max(1, running // steps.ranks)) <= chosen.tokens
-    if chosen.declare is not None:
-        assert steps.tokens(chosen.declare // steps.ranks + 1) > chosen.tokens
-    if asked is None and steps.running is None:
-        assert chosen.tokens in (MOST_TOKENS, steps.tokens(steps.captured))
+    assert tokens == asked or (asked is None and tokens <= MOST_TOKENS)
+    requests = steps.requests(tokens)
+    assert steps.tokens(requests) <= tokens < steps.tokens(requests + 1)
+    if steps.running is not None:
+        assert 1 <= max(1, steps.running // steps.ranks) <= requests
+    elif asked is None:
+        assert tokens in (MOST_TOKENS, steps.tokens(steps.captured))

@@ -130,5 +130,74 @@ def engine_resolved_without_us(model: str) -> str:
     return "accepted"
 
 
+def engine_without_the_mark(model: str, renamed: bool) -> tuple[int, str]:
+    """How often a configuration is sized that is resolved twice, where the engine's mark of a resolved one is lost
+    between the two, or has another name from the start; and the refusal."""
+    from sglang.srt.server_args import ServerArgs
+
+    from uccl_ep_serving.engines.sglang import window
+
+    sized: list[Any] = []
+    fit = window.fit
+    window.fit = lambda server_args: sized.append(server_args) or fit(server_args)  # type: ignore[func-returns-value]
+    if renamed:
+        resolve = ServerArgs.resolve_once
+
+        def resolve_once(self: Any) -> None:
+            resolve(self)
+            self.__dict__["_resolution_done"] = self.__dict__.pop("_resolution_finished")
+
+        setattr(ServerArgs, "resolve_once", resolve_once)  # noqa: B010 - mypy knows the method
+    try:
+        server_args = resolved(model, moe_a2a_backend="uccl_ep")
+    except ConfigError as error:
+        return len(sized), str(error)
+    del server_args.__dict__["_resolution_finished"]
+    server_args.resolve_once()
+    return len(sized), ""
+
+
+def test_a_configuration_is_sized_once_whatever_the_engine_calls_a_resolved_one(
+    in_engine: InEngine, model: str
+) -> None:
+    """Every scheduler would take the memory once more."""
+    assert in_engine(engine_without_the_mark, model, False) == (1, "")
+    sized, refusal = in_engine(engine_without_the_mark, model, True)
+    assert sized == 0
+    assert "sglang.srt.server_args.ServerArgs._resolution_finished is missing" in refusal
+
+
+def engine_refused_twice(model: str, fields: dict[str, Any]) -> list[str]:
+    """What is said to a caller in Python who tries a refused configuration again."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    server_args = ServerArgs(
+        model_path=model,
+        device="cpu",
+        attention_backend="torch_native",
+        tp_size=2,
+        moe_a2a_backend="uccl_ep",
+        **fields,
+    )
+    said = []
+    for _ in range(2):
+        try:
+            server_args.resolve_once()
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("fields", [{"max_running_requests": 4096}, {"enable_eplb": True}], ids=["requests", "EPLB"])
+def test_a_refused_configuration_is_refused_again_for_the_same_reason(
+    in_engine: InEngine, model: str, fields: dict[str, Any]
+) -> None:
+    first, again = in_engine(engine_refused_twice, model, fields)
+    assert "Next step: " in first
+    assert again == f"{first} (this ServerArgs was refused before: correct the arguments in a new one)"
+
+
 def test_a_configuration_that_was_resolved_without_the_plugin_is_refused(in_engine: InEngine, model: str) -> None:
     assert "resolved before the plugin was loaded" in in_engine(engine_resolved_without_us, model)

@@ -51,6 +51,7 @@ def activate(decisions: Decisions) -> None:
     _hook_buffer(targets.buffer)
     _hook_runner(targets.runner, targets.deepep)
     _hook_scheduler(targets.scheduler)
+    _hook_requests(targets.configurator)
     if Settings.from_environment().trace:
         _hook_layers(targets.deepep)
     # by attribute: the scheduler has imported the module before plugins are loaded
@@ -168,6 +169,18 @@ def _hook_scheduler(scheduler: Any) -> None:
         return process(self, batch, result, *args, **kwargs)
 
     scheduler.process_batch_result = process_batch_result
+
+
+def _hook_requests(configurator: Any) -> None:
+    """Let no more requests run than the window holds: pools, graphs and the scheduler all take the number from here."""
+    resolve = configurator.resolve_max_num_reqs
+
+    @functools.wraps(resolve)
+    def resolve_max_num_reqs(self: Any, *args: Any, **kwargs: Any) -> int:
+        found: int = resolve(self, *args, **kwargs)
+        return found if _decided.requests is None else min(found, _decided.requests)
+
+    configurator.resolve_max_num_reqs = resolve_max_num_reqs
 
 
 def _await(result: Any) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from uccl_ep_serving.errors import ConfigError
@@ -103,8 +105,8 @@ def _dispatchers(deepep: Any, model: Any) -> Iterator[Any]:
 def open_before_capture(deepep: Any, model: Any, device: str, sized: bool) -> None:
     """Open the Buffer of this process and size its windows for every shape of ``model``; collective.
 
-    The engine would build it at the first dispatch. An operation of one token is dispatched and combined for each
-    shape: it lays out the windows, compiles the kernels, and shows that the ranks reach each other.
+    The engine would build it at the first dispatch. One token is dispatched and combined for each shape, in each mode:
+    that lays out the windows, compiles the kernels, and shows that the ranks reach each other.
 
     Args:
         deepep: the engine's module.
@@ -114,8 +116,9 @@ def open_before_capture(deepep: Any, model: Any, device: str, sized: bool) -> No
 
     done = set()
     for dispatcher in _dispatchers(deepep, model):
-        low_latency = getattr(dispatcher, "_low_latency_dispatcher", None)
-        one = low_latency or dispatcher._normal_dispatcher
+        low_latency: Any = getattr(dispatcher, "_low_latency_dispatcher", None)
+        normal: Any = getattr(dispatcher, "_normal_dispatcher", None)
+        one = low_latency or normal
         shape = (one.hidden_size, one.num_experts, one.router_topk, one.params_dtype)
         if shape in done:
             continue
@@ -128,14 +131,61 @@ def open_before_capture(deepep: Any, model: Any, device: str, sized: bool) -> No
             one.num_max_dispatch_tokens_per_rank,
             one.num_experts,
         )
+        # low latency last: a decode graph is what is captured next
+        if normal is not None:
+            _exchange_in_normal_mode(normal, device)
         if low_latency is not None and sized:
-            _exchange_one_token(low_latency, device)
+            _exchange_in_low_latency(low_latency, device)
     if done and torch.device(device).type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # rows of the worst case, which a graph's own memory pool could not use
 
 
-def _exchange_one_token(low_latency: Any, device: str) -> None:
+def _one_token(mode: Any, device: str) -> tuple[Any, Any, Any]:
+    """Its row, its experts and their weights."""
+    import torch
+
+    topk = mode.router_topk
+    x = torch.zeros(1, mode.hidden_size, dtype=mode.params_dtype, device=device)
+    ids = torch.arange(topk, dtype=torch.int64, device=device).unsqueeze(0)
+    return x, ids, torch.full((1, topk), 1 / topk, dtype=torch.float32, device=device)
+
+
+@contextlib.contextmanager
+def _of_no_layer(mode: Any) -> Iterator[None]:
+    """Traces leave out what is dispatched here."""
+    layer = getattr(mode, LAYER, UNKNOWN_LAYER)
+    setattr(mode, LAYER, None)
+    try:
+        yield
+    finally:
+        setattr(mode, LAYER, layer)
+
+
+def _exchange_in_normal_mode(normal: Any, device: str) -> None:
+    """Without the engine's recorder of expert loads, in the form that its rows have (FP8 where it quantises them)."""
+    import torch
+
+    x, ids, weights = _one_token(normal, device)
+    dtype = x.dtype
+    x, *_ = normal.dispatch_a(x, SimpleNamespace(topk_ids=ids, topk_weights=weights))
+    with _of_no_layer(normal):
+        buffer = normal._get_buffer()
+        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, normal.num_experts)
+        rows, _, _, _, handle, _ = buffer.dispatch(
+            x,
+            topk_idx=ids,
+            topk_weights=weights,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+        )
+    values = rows[0] if isinstance(rows, tuple) else rows
+    buffer.combine(torch.zeros(values.shape, dtype=dtype, device=device), handle)
+
+
+def _exchange_in_low_latency(low_latency: Any, device: str) -> None:
     import torch
 
     def wait(event: Any, hook: Any) -> None:
@@ -144,14 +194,9 @@ def _exchange_one_token(low_latency: Any, device: str) -> None:
         else:
             event.current_stream_wait()
 
-    topk = low_latency.router_topk
-    x = torch.zeros(1, low_latency.hidden_size, dtype=low_latency.params_dtype, device=device)
-    ids = torch.arange(topk, dtype=torch.int64, device=device).unsqueeze(0)
-    weights = torch.full((1, topk), 1 / topk, dtype=torch.float32, device=device)
-    layer = getattr(low_latency, LAYER, UNKNOWN_LAYER)
-    setattr(low_latency, LAYER, None)  # no layer's routing: traces leave it out
-    rows, _, event, hook = low_latency._dispatch_core(x, ids, weights)
-    setattr(low_latency, LAYER, layer)
+    x, ids, weights = _one_token(low_latency, device)
+    with _of_no_layer(low_latency):
+        rows, _, event, hook = low_latency._dispatch_core(x, ids, weights)
     wait(event, hook)
     values = rows[0] if isinstance(rows, tuple) else rows
     outputs = torch.empty(values.shape, dtype=x.dtype, device=device)

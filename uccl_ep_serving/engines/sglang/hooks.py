@@ -19,11 +19,14 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uccl_ep_serving.engines.devices import check_device
 from uccl_ep_serving.engines.versions import SGLANG
 from uccl_ep_serving.errors import ConfigError
+
+if TYPE_CHECKING:
+    from uccl_ep_serving.engines.sglang.workers import Decisions
 
 __all__ = ["BACKEND", "FIELDS", "register", "verify_hooks"]
 
@@ -36,6 +39,8 @@ FIELDS = ("moe_a2a_backend", "speculative_moe_a2a_backend")
 
 _RESOLVED = "deepep"
 _SERVER_ARGS = "sglang.srt.server_args"
+#: What the engine sets on a ``ServerArgs`` that it has resolved.
+_FINISHED = "_resolution_finished"
 
 #: Targets whose hooks the registry will not apply, and why.
 _displaced: dict[str, str] = {}
@@ -128,11 +133,16 @@ def _around_resolve_once(original: Callable[[Any], None], server_args: Any) -> N
     # imported here: whoever does not ask for the backend pays nothing
     from uccl_ep_serving.engines.sglang import activation, workers
 
-    launching = not getattr(server_args, "_resolution_finished", False)
-    if launching:
-        _resolve(original, server_args, requested)
     decisions = workers.decisions_of(server_args)
-    if not launching and decisions.host != workers.host():
+    if decisions is None:
+        if getattr(server_args, _FINISHED, False):
+            raise ConfigError(
+                "--moe-a2a-backend uccl_ep: this configuration was resolved before the plugin was loaded, so nothing "
+                "of it was checked. Next step: call sglang.srt.plugins.load_plugins() before resolving it, as `sglang "
+                "serve` does"
+            )
+        decisions = _resolve(original, server_args, requested)
+    elif decisions.host != workers.host():
         # Ray chooses hosts on which nobody has asked for the GPUs yet
         _check_device(server_args)
     activation.activate(decisions)
@@ -147,7 +157,7 @@ def _check_device(server_args: Any) -> None:
     check_device(device, f"--moe-a2a-backend {BACKEND}", "uccl-ep demo")
 
 
-def _resolve(original: Callable[[Any], None], server_args: Any, requested: list[str]) -> None:
+def _resolve(original: Callable[[Any], None], server_args: Any, requested: list[str]) -> Decisions:
     """The launcher's part: what is wrong is refused here, before a scheduler starts."""
     from uccl_ep_serving.engines.ahead import compile_ahead
     from uccl_ep_serving.engines.sglang import options, window, workers
@@ -166,12 +176,28 @@ def _resolve(original: Callable[[Any], None], server_args: Any, requested: list[
     window.bound_prefill(server_args)
     compile_ahead(str(server_args.device))
     original(server_args)
+    try:
+        if not getattr(server_args, _FINISHED, False):
+            raise SGLANG.refusal(f"{_SERVER_ARGS}.ServerArgs.{_FINISHED} is missing")
+        decisions = _decide(server_args)
+    except Exception as error:
+        workers.refuse(server_args, error)
+        raise
+    workers.attach(server_args, decisions, verify_hooks)
+    return decisions
+
+
+def _decide(server_args: Any) -> Decisions:
+    """Check and size what the engine has resolved."""
+    from uccl_ep_serving.engines.sglang import options, window, workers
+
     _check_device(server_args)
     window.settle_mode(server_args)
     options.check_resolved(server_args)
     chosen = window.fit(server_args)
-    tokens = chosen.tokens if chosen else window.UNUSED_TOKENS
-    workers.attach(server_args, workers.Decisions(tokens, chosen is not None), verify_hooks)
+    if chosen is None:
+        return workers.Decisions(window.UNUSED_TOKENS, False)
+    return workers.Decisions(chosen.tokens, True, requests=chosen.requests)
 
 
 # --- verification ---------------------------------------------------------------------------------------------------

@@ -16,8 +16,12 @@ __all__ = ["reserve"]
 _log = logging.getLogger("uccl_ep_serving")
 
 
-def _shape(config: Any, redundant: int) -> MoeShape | None:
-    """The MoE layers of a checkpoint's configuration, under the names that models give them; None without any."""
+def _shape(config: Any, redundant: int, shared_ranks: int) -> MoeShape | None:
+    """The MoE layers of a checkpoint's configuration, under the names that models give them; None without any.
+
+    Args:
+        shared_ranks: ranks that have a slot each for a shared expert that is routed as one more of a token's experts.
+    """
 
     def first(*names: str) -> int | None:
         found = (getattr(config, name, None) for name in names)
@@ -29,14 +33,19 @@ def _shape(config: Any, redundant: int) -> MoeShape | None:
     intermediate = first("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
     if hidden is None or experts is None or topk is None or intermediate is None:
         return None
-    return MoeShape(hidden, experts + redundant, topk, intermediate)
+    if not first("n_shared_experts", "num_shared_experts"):
+        shared_ranks = 0
+    return MoeShape(hidden, experts + redundant + shared_ranks, topk + bool(shared_ranks), intermediate)
 
 
 def _budget(cfg: Any, model: Any, tokens: int) -> MemoryBudget | None:
     from uccl_ep_serving import Config
     from uccl_ep_serving.data_plane.window_sizes import normal_plan
 
-    shape, ranks = _shape(model.hf_text_config, cfg.ep_num_redundant_experts or 0), cfg.tp_size
+    ranks = cfg.tp_size
+    # --enable-waterfill sets it
+    fused = getattr(cfg, "enforce_shared_experts_fusion", False)
+    shape = _shape(model.hf_text_config, cfg.ep_num_redundant_experts or 0, ranks if fused else 0)
     if shape is None:
         return None
     if shape.experts % ranks:

@@ -92,12 +92,20 @@ def _check_deepep_config(given: str) -> None:
 
 
 def check_resolved(server_args: Any) -> None:
-    """Refuse what SGLang itself raises a bare NotImplementedError for, in every scheduler.
+    """Refuse what SGLang itself raises a bare NotImplementedError for, in every scheduler, or does not notice.
 
     Raises:
-        ConfigError: EPLB, or another recorder of where tokens go, in a mode of DeepEP that the recorder cannot read.
+        ConfigError: EPLB, or another recorder of where tokens go, in a mode of DeepEP that the recorder cannot read; or
+            a draft's experts are not shared by the ranks that its dispatch goes to.
     """
     cfg = import_checked("sglang.srt.arg_groups.overrides", "resolving_view").resolving_view(server_args)
+    if str(cfg.moe_a2a_backend) != "deepep" and cfg.ep_size != cfg.tp_size:
+        # SGLang sets --ep-size for the target's backend, and the draft's dispatcher takes all tensor-parallel ranks
+        raise ConfigError(
+            f"--speculative-moe-a2a-backend uccl_ep with --ep-size {cfg.ep_size}: the draft would dispatch to "
+            f"{cfg.tp_size} ranks, which do not share its experts. Next step: --ep-size {cfg.tp_size}, or "
+            "--moe-a2a-backend uccl_ep as well"
+        )
     recorder, mode = cfg.expert_distribution_recorder_mode, str(cfg.deepep_mode)
     if recorder in (None, "per_token"):
         return

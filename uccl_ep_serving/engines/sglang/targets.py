@@ -16,6 +16,26 @@ _DEEPEP = "sglang.srt.layers.moe.token_dispatcher.deepep"
 _OVERLAP = "sglang.srt.batch_overlap.single_batch_overlap"
 _RUNNER = "sglang.srt.model_executor.model_runner"
 _SCHEDULER = "sglang.srt.managers.scheduler"
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
+
+#: What the plugin reads of the engine's objects, by the module that assigns it.
+_READ = {
+    _DEEPEP: (
+        "_low_latency_dispatcher",
+        "_normal_dispatcher",
+        "deepep_mode",
+        "group",
+        "hidden_size",
+        "num_experts",
+        "num_max_dispatch_tokens_per_rank",
+        "params_bytes",
+        "params_dtype",
+        "return_recv_hook",
+        "router_topk",
+    ),
+    "sglang.srt.batch_overlap.two_batch_overlap": ("_inners",),
+    "sglang.srt.layers.moe.fused_moe_triton.layer": ("dispatcher",),
+}
 
 
 def import_checked(module: str, *names: str) -> Any:
@@ -45,6 +65,7 @@ class Targets:
         overlap: class of the flags of single-batch overlap.
         runner: class that loads the model and captures graphs.
         scheduler: class that tells clients what a step has given.
+        configurator: class that says how many requests a data-parallel rank runs.
         quantize: function that the normal mode quantises with.
     """
 
@@ -55,6 +76,7 @@ class Targets:
     overlap: Any
     runner: Any
     scheduler: Any
+    configurator: Any
     quantize: Any
 
 
@@ -69,6 +91,8 @@ def find_targets() -> Targets:
         "_DeepEPDispatcherImplBase",
         "_DeepEPDispatcherImplLowLatency._dispatch_core",
         "_DeepEPDispatcherImplLowLatency._combine_core",
+        "_DeepEPDispatcherImplNormal._get_buffer",
+        "_DeepEPDispatcherImplNormal.dispatch_a",
         "envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
     )
     low_latency = deepep._DeepEPDispatcherImplLowLatency
@@ -76,19 +100,25 @@ def find_targets() -> Targets:
     quantization = import_checked("sglang.kernels.ops.quantization.fp8_kernel", "sglang_per_token_group_quant_fp8")
     runner = import_checked(_RUNNER, "ModelRunner.init_cuda_graphs").ModelRunner
     scheduler = import_checked(_SCHEDULER, "Scheduler.process_batch_result").Scheduler
+    requests = import_checked(_CONFIGURATOR, "KVCacheConfigurator.resolve_max_num_reqs")
     # the names themselves are absent where deep_ep is not installed, so look at what the engine's code will look up
     used = deepep.DeepEPConfig.__init__.__code__.co_names
     for name in ("Buffer", "Config"):
         if name not in used:
             raise SGLANG.refusal(f"{_DEEPEP}.DeepEPConfig does not use the global {name} any more")
-    for name, expected in (
-        ("_dispatch_core", ["self", "hidden_states", "topk_ids", "topk_weights"]),
-        ("_combine_core", ["self", "hidden_states", "topk_ids", "topk_weights"]),
+    for mode, name, expected in (
+        (low_latency, "_dispatch_core", ["self", "hidden_states", "topk_ids", "topk_weights"]),
+        (low_latency, "_combine_core", ["self", "hidden_states", "topk_ids", "topk_weights"]),
+        (deepep._DeepEPDispatcherImplNormal, "dispatch_a", ["self", "hidden_states", "topk_output"]),
     ):
-        parameters = list(inspect.signature(getattr(low_latency, name)).parameters)
+        parameters = list(inspect.signature(getattr(mode, name)).parameters)
         if parameters != expected:
-            core = f"_DeepEPDispatcherImplLowLatency.{name}"
-            raise SGLANG.refusal(f"{_DEEPEP}.{core} takes other arguments: {', '.join(parameters)}")
+            raise SGLANG.refusal(f"{_DEEPEP}.{mode.__name__}.{name} takes other arguments: {', '.join(parameters)}")
+    for module, names in _READ.items():
+        source = Path(import_checked(module).__file__).read_text()
+        for name in names:
+            if f"self.{name} = " not in source:
+                raise SGLANG.refusal(f"{module} assigns no attribute {name}")
     _check_calls(Path(deepep.__file__))
     return Targets(
         deepep,
@@ -98,6 +128,7 @@ def find_targets() -> Targets:
         overlap,
         runner,
         scheduler,
+        requests.KVCacheConfigurator,
         quantization.sglang_per_token_group_quant_fp8,
     )
 

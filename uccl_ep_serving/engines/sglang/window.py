@@ -2,12 +2,14 @@
 
 Every decode step of a rank must fit its window, the captured ones and those that run eagerly because more requests are
 there than were captured. SGLang bounds both by the running requests of a data-parallel rank, so they and the window
-are decided together, once everything else is resolved.
+are decided together, once everything else is resolved. ``--max-running-requests`` stays as the user gave it: SGLang
+sizes other pools by it as well (states of linear attention, sliding windows), and takes it for a wish there.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +29,6 @@ MOST_TOKENS = 512
 UNUSED_TOKENS = 128
 """SGLang's default, for servers that run no low-latency operation: no memory is laid out for it."""
 
-#: What SGLang gives a data-parallel rank at most, where nothing bounds it (``resolve_max_num_reqs``).
-_MOST_REQUESTS = 4096
 #: Experts that take rows of low latency alone.
 _ONE_FORM = "flashinfer_cutedsl"
 
@@ -67,14 +67,14 @@ class Window:
 
     Attributes:
         tokens: of a rank, in one low-latency dispatch.
-        declare: ``--max-running-requests`` to declare, or None where what is there fits.
+        requests: of a data-parallel rank, as many as a step of ``tokens`` holds.
     """
 
     tokens: int
-    declare: int | None
+    requests: int
 
 
-def choose(steps: Steps, asked: int | None) -> Window:
+def choose(steps: Steps, asked: int | None) -> int:
     """The smallest window that holds the largest step, at most :data:`MOST_TOKENS` unless ``asked`` says another.
 
     Raises:
@@ -87,14 +87,12 @@ def choose(steps: Steps, asked: int | None) -> Window:
             f"has {limit}. Next step: {WINDOW_VARIABLE}={steps.tokens(1)}, or fewer --speculative-num-draft-tokens"
         )
     if steps.running is None:
-        tokens = asked or min(limit, steps.tokens(steps.captured))
-        requests = steps.requests(tokens)
-        return Window(tokens, requests * steps.ranks if requests < _MOST_REQUESTS else None)
+        return asked or min(limit, steps.tokens(steps.captured))
     requests = max(1, steps.running // steps.ranks)
     needed = steps.tokens(requests)
     if needed > limit:
         raise ConfigError(_too_many(steps, requests, needed, limit))
-    return Window(asked or needed, None)
+    return asked or needed
 
 
 def _too_many(steps: Steps, requests: int, needed: int, limit: int) -> str:
@@ -113,7 +111,7 @@ def _too_many(steps: Steps, requests: int, needed: int, limit: int) -> str:
 
 
 def fit(server_args: Any) -> Window | None:
-    """Choose the window of a resolved configuration, declare the requests that fit it, and reserve the memory.
+    """Choose the window of a resolved configuration and the requests that fit it, and reserve the memory.
 
     Returns:
         None where no low-latency operation will run: in normal mode.
@@ -131,20 +129,18 @@ def fit(server_args: Any) -> Window | None:
     chosen = None
     if mode in ("low_latency", "auto"):
         steps = _steps(overrides, server_args, cfg)
-        chosen = choose(steps, asked_tokens())
+        tokens = choose(steps, asked_tokens())
         if _prefills_through_window(cfg):
-            chosen = _hold_prefill(cfg, chosen)
-        chosen = Window(whole_tiles(chosen.tokens, cfg.tp_size), chosen.declare)
-        if chosen.declare is not None:
-            overrides.declare_resolution(server_args, "uccl_ep", max_running_requests=chosen.declare)
+            tokens = max(tokens, _held_prefill(cfg))
+        tokens = whole_tiles(tokens, cfg.tp_size)
+        chosen = Window(tokens, steps.requests(tokens))
         _log.info(
-            "uccl_ep: low-latency window of %d tokens a rank: %s running requests x %d on each of %d data-parallel "
-            "ranks%s; %s sets another window",
+            "uccl_ep: low-latency window of %d tokens a rank: room for %d running requests x %d on each of %d "
+            "data-parallel ranks; %s sets another window",
             chosen.tokens,
-            min(steps.requests(chosen.tokens), max(1, (cfg.max_running_requests or _MOST_REQUESTS) // steps.ranks)),
+            chosen.requests,
             steps.width,
             steps.ranks,
-            f" (declared --max-running-requests {chosen.declare})" if chosen.declare is not None else "",
             WINDOW_VARIABLE,
         )
     reserve(overrides, server_args, cfg, chosen.tokens if chosen else 0)
@@ -217,15 +213,27 @@ def _captured_prefill(cfg: Any) -> int:
     return int(max([prefill.max_bs or 0, *(prefill.bs or ())]))
 
 
-def _hold_prefill(cfg: Any, chosen: Window) -> Window:
-    """With ``--deepep-mode low_latency`` a prefill step goes through the window as well, and so do its graphs."""
+def _grows(cfg: Any) -> bool:
+    """Whether SGLang chooses the size of each chunk between stages of a pipeline."""
+    return bool(cfg.enable_dynamic_chunking) and cfg.pp_size > 1
+
+
+def _held_prefill(cfg: Any) -> int:
+    """Tokens of the largest prefill step: with ``--deepep-mode low_latency`` it goes through the window as well, and so
+    do its graphs."""
     chunk = cfg.chunked_prefill_size if cfg.chunked_prefill_size > 0 else cfg.max_prefill_tokens
+    if _grows(cfg):
+        # up to --max-prefill-tokens; the latencies are probed with chunks of up to 1.25 times the size
+        chunk = max(chunk, cfg.max_prefill_tokens, math.ceil(chunk * 1.25))
     limit = asked_tokens() or MOST_TOKENS
     captured = _captured_prefill(cfg)
-    largest = max(chunk, captured)
+    largest: int = max(chunk, captured)
     if largest > limit:
         what = f"a prefill step of a data-parallel rank has up to {chunk} tokens (--chunked-prefill-size)"
         ways = [f"--chunked-prefill-size {limit * _attention_ranks(cfg)}"]
+        if _grows(cfg):
+            what = f"a prefill step has up to {chunk} tokens (--enable-dynamic-chunking, up to --max-prefill-tokens)"
+            ways = ["leave out --enable-dynamic-chunking"]
         if captured > chunk:
             what = f"the largest graph of prefill has {captured} tokens (--cuda-graph-bs-prefill, or its maximum)"
             ways = [f"--cuda-graph-max-bs-prefill {limit}"]
@@ -237,4 +245,4 @@ def _hold_prefill(cfg: Any, chosen: Window) -> Window:
             f"--deepep-mode low_latency: {what}, and the low-latency window holds {limit}. "
             f"Next step: {', or '.join(ways)}"
         )
-    return Window(max(chosen.tokens, largest), chosen.declare)
+    return largest

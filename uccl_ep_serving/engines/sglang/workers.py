@@ -18,9 +18,11 @@ from typing import Any
 from uccl_ep_serving.engines import environment
 from uccl_ep_serving.errors import ConfigError
 
-__all__ = ["BackendName", "Decisions", "attach", "decisions_of", "host"]
+__all__ = ["BackendName", "Decisions", "attach", "decisions_of", "host", "refuse"]
 
 _GUARD = "_uccl_ep_guard"
+#: Why a ``ServerArgs`` was refused.
+_REFUSAL = "_uccl_ep_refusal"
 
 
 class BackendName(str):
@@ -51,12 +53,14 @@ class Decisions:
         low_latency: low-latency operations will run.
         variables: the record of :func:`.environment.launch`.
         host: the launcher's, of :func:`host`.
+        requests: most running requests of a data-parallel rank; None where nothing of ours bounds them.
     """
 
     tokens: int
     low_latency: bool
     variables: dict[str, str] = field(default_factory=environment.launch)
     host: str = field(default_factory=host)
+    requests: int | None = None
 
 
 class _Guard:
@@ -74,15 +78,17 @@ def attach(server_args: Any, decisions: Decisions, verify: Callable[[], None]) -
     setattr(server_args, _GUARD, _Guard(decisions, verify))
 
 
-def decisions_of(server_args: Any) -> Decisions:
-    """What rides on ``server_args``. Raises ConfigError where it was resolved without the plugin."""
+def refuse(server_args: Any, error: Exception) -> None:
+    """Keep why ``server_args`` cannot run: for SGLang it is resolved, and the same error is due at the next try."""
+    setattr(server_args, _REFUSAL, str(error))
+
+
+def decisions_of(server_args: Any) -> Decisions | None:
+    """What rides on ``server_args``; None before anything was decided. Raises ConfigError where it was refused."""
+    if refusal := getattr(server_args, _REFUSAL, ""):
+        raise ConfigError(f"{refusal} (this ServerArgs was refused before: correct the arguments in a new one)")
     guard: _Guard | None = getattr(server_args, _GUARD, None)
-    if guard is None:
-        raise ConfigError(
-            "--moe-a2a-backend uccl_ep: this configuration was resolved before the plugin was loaded, so nothing of it "
-            "was checked. Next step: call sglang.srt.plugins.load_plugins() before resolving it, as `sglang serve` does"
-        )
-    return guard.decisions
+    return guard.decisions if guard else None
 
 
 def _load_in_worker(decisions: Decisions, verify: Callable[[], None]) -> _Guard:
