@@ -37,6 +37,8 @@ SIGNATURES = {
     "FusedMoEPrepareAndFinalizeModular.finalize_async": FINALIZE,
     "ExpertTokensMetadata.make_from_list": "expert_num_tokens_list device",
     "get_ep_all2all_manager": "ep_group",
+    "UBatchContext._cpu_yield": "self",
+    "UBatchContext.__exit__": "self exc_type exc_val exc_tb",
 }
 EVERY = (*targets.NAME_TARGETS, *targets.CONFIG_TARGETS, *targets.LAYER_TARGETS, *targets.USED)
 

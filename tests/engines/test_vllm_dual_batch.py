@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.vllm_micro_batches import without_streams
 from tests.engines.vllm_moe import Case, Layer, difference, group
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -21,18 +21,6 @@ LAYERS = 4
 # --- everything below that starts with "engine_" runs in a process that has vLLM --------------------------------------
 
 
-def without_streams() -> None:
-    """What vLLM's contexts need of a GPU: streams become names, and events nothing, as a CPU runs all work in order."""
-    import torch
-    from vllm.utils import torch_utils
-
-    event = SimpleNamespace(record=lambda _stream: None)
-    torch.Event = lambda: event  # type: ignore[assignment,misc]
-    torch.cuda.set_stream = lambda stream: setattr(torch_utils._current_stream_tls, "value", stream)
-    torch.cuda.stream = lambda _stream: contextlib.nullcontext()  # type: ignore[assignment,misc]
-    torch.cuda.current_stream = lambda: None
-
-
 def engine_overlapped(
     rank: int, ranks: int, rendezvous: str, low_latency: bool, cases: list[Case]
 ) -> tuple[list[str], list[tuple[int, str]]]:
@@ -41,8 +29,7 @@ def engine_overlapped(
     from vllm.utils import torch_utils
     from vllm.v1.worker import ubatching
 
-    without_streams()
-    compute, communication = (SimpleNamespace(wait_event=lambda _event: None) for _ in range(2))
+    compute, communication = without_streams()
     calls: list[tuple[int, str]] = []
     problems: list[str] = []
     with group(rank, ranks, rendezvous) as buffer:

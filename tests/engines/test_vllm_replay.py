@@ -28,17 +28,20 @@ class _Known:
 class _OnItsWay:
     """The output of a step that the device is still at."""
 
-    def __init__(self, output: str) -> None:
-        self._output = output
+    def __init__(self, output: str, raises: bool) -> None:
+        self._output, self._raises = output, raises
 
     def get_output(self) -> str:
         """Waits for the device."""
+        if self._raises:
+            raise RuntimeError("device-side assert")
         return self._output
 
 
 def engine_steps(way: str, fails: str) -> list[str]:
     """Have a worker take steps: without a Buffer, while all is well, with one in which a peer is lost ``fails`` it, and
-    with the Buffer closed. Returns what each raised or gave."""
+    with the Buffer closed. Returns what each raised or gave. ``fails`` may say that the step itself raises, and "alone"
+    that no peer is lost."""
     from vllm.v1.worker.gpu_worker import Worker
     from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -64,9 +67,13 @@ def engine_steps(way: str, fails: str) -> list[str]:
     lost = _Known(PeerLost("rank 1 is lost", peer=1))
 
     def step(number: int) -> Any:
-        if number == 2 and fails == "in":
+        if number == 2 and fails in ("in", "raises in"):
             manager._buffer = lost
-        return _OnItsWay(f"step {number}") if fails == "behind" else f"step {number}"
+        if number == 2 and fails in ("raises in", "raises alone"):
+            raise RuntimeError("device-side assert")
+        if "behind" in fails:
+            return _OnItsWay(f"step {number}", number == 2 and fails == "raises behind")
+        return f"step {number}"
 
     own = "execute_model" if way == "execute_model_ray" else way
     assert hasattr(Worker, own)
@@ -77,17 +84,21 @@ def engine_steps(way: str, fails: str) -> list[str]:
         manager._buffer = buffer
         try:
             given = getattr(worker, way)(number)
-            if fails == "behind":
+            if "behind" in fails:
                 manager._buffer = lost if number == 2 else buffer
                 given = given.get_output()
             seen.append(given)
-        except PeerLost as error:
+        except RuntimeError as error:
             seen.append(str(error))
     return seen
 
 
-@pytest.mark.parametrize("fails", ["before", "in", "behind"])
-@pytest.mark.parametrize("way", ["execute_model", "sample_tokens", "execute_dummy_batch", "execute_model_ray"])
+@pytest.mark.parametrize("fails", ["before", "in", "behind", "raises in", "raises behind", "raises alone"])
+@pytest.mark.parametrize(
+    "way",
+    ["execute_model", "sample_tokens", "execute_dummy_batch", "execute_model_ray", "compile_or_warm_up_model"],
+)
 def test_no_step_in_which_something_failed_gives_tokens(in_engine: Callable[..., Any], way: str, fails: str) -> None:
-    """``behind``: the device is at it when the worker has returned."""
-    assert in_engine(engine_steps, way, fails) == ["step 0", "step 1", "rank 1 is lost", "step 3"]
+    """``behind``: the device is at it when the worker has returned. What is lost is named whatever the step raises."""
+    why = "device-side assert" if fails == "raises alone" else "rank 1 is lost"
+    assert in_engine(engine_steps, way, fails) == ["step 0", "step 1", why, "step 3"]

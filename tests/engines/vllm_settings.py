@@ -11,4 +11,4 @@ def parallel_config(**fields: Any) -> Any:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    return ParallelConfig(enable_expert_parallel=True, **fields)
+    return ParallelConfig(**{"enable_expert_parallel": True, **fields})

@@ -18,6 +18,7 @@ from uccl_ep_serving.control_plane.bootstrap import TorchExchange
 from uccl_ep_serving.engines.devices import check_device
 from uccl_ep_serving.engines.memory_budget import GIB, MoeShape, memory_budget
 from uccl_ep_serving.engines.vllm.graph_steps import capturing
+from uccl_ep_serving.engines.vllm.hooks import say_active
 from uccl_ep_serving.engines.vllm.targets import HIGH_THROUGHPUT, LOW_LATENCY
 from uccl_ep_serving.errors import ConfigError, UcclEpError
 
@@ -45,6 +46,7 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
         # a worker on a host where no launcher has asked: Ray places them
         check_device(current_platform.device_type, f"--all2all-backend {backend}", "uccl-ep demo-vllm")
         super().__init__(cpu_group, tcp_store_group)
+        say_active()
         _managers.add(self)
         self._buffer: Buffer | None = None
         self._reserved: set[tuple[Any, ...]] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import typing
 from collections.abc import Callable
 from typing import Any, Literal
@@ -25,6 +26,8 @@ from uccl_ep_serving.engines.vllm.targets import (
 from uccl_ep_serving.errors import ConfigError
 
 __all__ = ["accept_names", "activate"]
+
+_log = logging.getLogger("uccl_ep_serving")
 
 # --- the names -------------------------------------------------------------------------------------------------------
 
@@ -78,10 +81,12 @@ def _checked(original: Callable[..., Any]) -> Any:
         result = original(self, *args, **kwargs)
         if hooks.asked_for(self):
             activate()
-            # imported here: whoever does not ask for the backend pays nothing
-            from uccl_ep_serving.engines.ahead import compile_ahead
-
-            compile_ahead(_check_request(self))
+            _check_request(self)
+            if self.use_all2all and self.enable_expert_parallel:
+                _check_and_compile(self.all2all_backend)
+                hooks.say_active()
+            else:
+                _warn_of_idleness(self.all2all_backend)
             self._uccl_ep_guard = _Guard(environment.launch())
         return result
 
@@ -113,8 +118,8 @@ def _hook_worker(record: dict[str, str]) -> _Guard:
     return _Guard(record)
 
 
-def _check_request(parallel_config: Any) -> str:
-    """Refuse, before a weight is loaded, what the first dispatch would stumble over; returns the type of device."""
+def _check_request(parallel_config: Any) -> None:
+    """Refuse, before a weight is loaded, what the first dispatch would stumble over."""
     from uccl_ep_serving import Settings
 
     Settings.from_environment()
@@ -126,9 +131,27 @@ def _check_request(parallel_config: Any) -> str:
             "graphs that it has, and they do not know the windows that uccl_ep rebuilds without that rank. Next step: "
             "leave the option out (a lost rank then ends the engine, by name, within a second)"
         )
-    device = find(Target("vllm.platforms", "current_platform", None, ""))[2].device_type
+
+
+def _check_and_compile(backend: str) -> None:
+    """Refuse a device that does not run the kernels, and compile them while vLLM loads the model."""
+    # imported here: whoever does not ask for the backend pays nothing
+    from uccl_ep_serving.engines.ahead import compile_ahead
+
+    device = str(find(Target("vllm.platforms", "current_platform", None, ""))[2].device_type)
     check_device(device, f"--all2all-backend {backend}", "uccl-ep demo-vllm")
-    return str(device)
+    compile_ahead(device)
+
+
+@functools.cache
+def _warn_of_idleness(backend: str) -> None:
+    """Once for each of the names."""
+    _log.warning(
+        "--all2all-backend %s: nothing is dispatched, so uccl_ep_serving has no part in this launch: experts need data "
+        "parallelism, and --enable-expert-parallel with it. With -tp alone each rank has every token already. Next "
+        "step: -dp with more than 1 and --enable-expert-parallel (and a smaller -tp); or leave the option out",
+        backend,
+    )
 
 
 # --- what follows from the names -------------------------------------------------------------------------------------
@@ -155,11 +178,11 @@ def activate() -> None:
         setattr(owner, name, _post_init_as_deepep(function))
     _hook_communicator(platform)
     hooks.verify_hooked(CONFIG_TARGETS[:3])
-    VLLM.log_activation("expert parallelism")
 
 
 def _post_init_as_deepep(original: Callable[..., Any]) -> Any:
-    """``VllmConfig.__post_init__`` compares the name in place, so it sees the built-in one while it runs."""
+    """``VllmConfig.__post_init__`` compares the name in place, so it sees the built-in one while it runs. What it
+    refuses is said of the name that was typed."""
 
     @functools.wraps(original)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,14 +190,30 @@ def _post_init_as_deepep(original: Callable[..., Any]) -> Any:
         if not hooks.asked_for(parallel):
             return original(self, *args, **kwargs)
         ours = parallel.all2all_backend
-        parallel.all2all_backend = config_twin(ours)
+        theirs = config_twin(ours)
+        layer_hooks.check_experts_are_parallel(
+            ours,
+            parallel.data_parallel_size if self.model_config is not None and self.model_config.is_moe else 1,
+            parallel.enable_expert_parallel,
+        )
+        _say_twin(ours, theirs)
+        parallel.all2all_backend = theirs
         try:
             return original(self, *args, **kwargs)
+        except Exception as error:
+            error.args = tuple(one.replace(theirs, ours) if isinstance(one, str) else one for one in error.args)
+            raise
         finally:
-            if parallel.all2all_backend == config_twin(ours):  # else vLLM has chosen another one
+            if parallel.all2all_backend == theirs:  # else vLLM has chosen another one
                 parallel.all2all_backend = ours
 
     return hooks.mark(wrapped)
+
+
+@functools.cache
+def _say_twin(ours: str, theirs: str) -> None:
+    """Once for each of the names."""
+    _log.info("uccl_ep: what vLLM says of %s while it checks its configuration is about %s", theirs, ours)
 
 
 def _platform_class(communicator: Target) -> type[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from uccl_ep_serving.engines.versions import VLLM
 from uccl_ep_serving.engines.vllm.targets import BACKENDS, Target, find, twin
 
-__all__ = ["BACKEND_FIELD", "asked_for", "hook_property", "hooked", "is_hook", "mark", "verify_hooked"]
+__all__ = ["BACKEND_FIELD", "asked_for", "hook_property", "hooked", "is_hook", "mark", "say_active", "verify_hooked"]
 
 BACKEND_FIELD = "all2all_backend"
 """The setting, in ``ParallelConfig`` and in ``FusedMoEParallelConfig``."""
@@ -81,3 +81,9 @@ def verify_hooked(targets: Iterable[Target]) -> None:
     for target in targets:
         if not hooked(target):
             raise VLLM.refusal(f"the hook on {target.path} did not take")
+
+
+@functools.cache
+def say_active() -> None:
+    """Log, once in a process, that vLLM runs on this package."""
+    VLLM.log_activation("expert parallelism")

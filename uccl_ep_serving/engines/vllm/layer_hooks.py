@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from uccl_ep_serving.engines.expert_rows import whole_tiles
 from uccl_ep_serving.engines.memory_budget import GIB
 from uccl_ep_serving.engines.vllm.hooks import asked_for, hook_property, hooked, is_hook, mark, verify_hooked
+from uccl_ep_serving.engines.vllm.micro_batches import first_error, handing_over, leaving
 from uccl_ep_serving.engines.vllm.targets import (
     CURRENT_CONFIG,
     LAYER_TARGETS,
@@ -22,12 +24,12 @@ from uccl_ep_serving.engines.vllm.targets import (
     twin,
     verify,
 )
-from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.errors import ConfigError, UcclEpError
 from uccl_ep_serving.protocol.command import UNIT
 from uccl_ep_serving.protocol.layout import MAX_LOW_LATENCY_TOKENS
 from uccl_ep_serving.traffic.trace import UNKNOWN_LAYER
 
-__all__ = ["activate", "make_prepare_finalize"]
+__all__ = ["activate", "check_experts_are_parallel", "make_prepare_finalize"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
@@ -39,7 +41,7 @@ def activate() -> None:
         ConfigError: a target is missing (nothing has been changed then), or a hook did not take.
     """
     verify((*LAYER_TARGETS, *USED))
-    high_throughput, low_latency, make, round_up, execute, workspace = LAYER_TARGETS
+    high_throughput, low_latency, make, round_up, execute, workspace, hand_over, leave = LAYER_TARGETS
     if all(map(hooked, LAYER_TARGETS)):
         return
     hook_property(high_throughput)
@@ -53,7 +55,7 @@ def activate() -> None:
         _rebind(name, original, replacement)
     from uccl_ep_serving.engines.vllm.workspace import growing
 
-    for target, wrapped in ((workspace, growing), (execute, _checked)):
+    for target, wrapped in ((workspace, growing), (hand_over, handing_over), (leave, leaving), (execute, _checked)):
         owner, name, original = find(target)
         if not hooked(target):
             setattr(owner, name, wrapped(original))
@@ -68,9 +70,9 @@ def activate() -> None:
     verify_hooked(LAYER_TARGETS)
 
 
-#: Steps, or halves of one, that ``WorkerWrapperBase`` leaves to its worker: the tokens of a step on a GPU, and the step
-#: of a rank without requests.
-_OF_WORKER = ("sample_tokens", "execute_dummy_batch")
+#: Steps, or halves of one, that ``WorkerWrapperBase`` leaves to its worker: the tokens of a step on a GPU, the step of
+#: a rank without requests, and those that vLLM takes to measure, compile and capture before it serves.
+_OF_WORKER = ("sample_tokens", "execute_dummy_batch", "determine_available_memory", "compile_or_warm_up_model")
 
 
 def _forwarded(name: str) -> Any:
@@ -89,15 +91,18 @@ def _checked(original: Any) -> Any:
     def step(*args: Any, **kwargs: Any) -> Any:
         from uccl_ep_serving.engines.vllm import all2all
 
+        first_error()  # of a step that nobody asked about
         all2all.check_buffers()
-        result = original(*args, **kwargs)
+        with _named_errors(first_error):
+            result = original(*args, **kwargs)
         on_its_way = getattr(result, "get_output", None)
         if on_its_way is None:
             all2all.check_buffers()
         else:
 
             def get_output() -> Any:
-                output = on_its_way()
+                with _named_errors():
+                    output = on_its_way()
                 all2all.check_buffers()
                 return output
 
@@ -105,6 +110,28 @@ def _checked(original: Any) -> Any:
         return result
 
     return mark(step)
+
+
+@contextlib.contextmanager
+def _named_errors(first: Callable[[], BaseException | None] = lambda: None) -> Iterator[None]:
+    """Raise what is known to be wrong in the place of what vLLM makes of it, or where vLLM raises nothing.
+
+    Args:
+        first: what a micro-batch has failed with. vLLM says only that there are no rows to join, or none of one.
+    """
+    from uccl_ep_serving.engines.vllm import all2all
+
+    try:
+        yield
+    except Exception as error:
+        why = first()
+        if why is not None and why is not error:
+            raise why from why.__cause__  # vLLM may have raised its own from this one
+        if not isinstance(error, UcclEpError):
+            all2all.check_buffers()
+        raise
+    if (why := first()) is not None:
+        raise why
 
 
 def _rebind(name: str, original: Any, replacement: Any) -> None:
@@ -124,14 +151,21 @@ def _unless_ours(original: Any, ours: Callable[[Mapping[str, Any]], Any]) -> Any
         parallel = given["moe"].moe_parallel_config if "moe" in given else given["moe_parallel_config"]
         if asked_for(parallel) and parallel.use_all2all_kernels:
             return ours(given)
-        if asked_for(parallel) and parallel.dp_size > 1 and not parallel.use_ep:
-            raise ConfigError(
-                f"--all2all-backend {parallel.all2all_backend} with {parallel.dp_size} data-parallel ranks, none of "
-                "which has experts of its own: there is nothing to dispatch. Next step: --enable-expert-parallel"
-            )
+        if asked_for(parallel):
+            check_experts_are_parallel(parallel.all2all_backend, parallel.dp_size, parallel.use_ep)
         return original(*args, **kwargs)
 
     return mark(hook)
+
+
+def check_experts_are_parallel(backend: str, ranks: int, parallel: bool) -> None:
+    """Raise ConfigError where a mixture-of-experts model has ``ranks`` data-parallel ranks and none has experts of its
+    own."""
+    if ranks > 1 and not parallel:
+        raise ConfigError(
+            f"--all2all-backend {backend} with {ranks} data-parallel ranks, none of which has experts of its own: "
+            "there is nothing to dispatch. Next step: --enable-expert-parallel"
+        )
 
 
 def _made_by_us(given: Mapping[str, Any]) -> Any:

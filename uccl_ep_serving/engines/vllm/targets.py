@@ -191,7 +191,7 @@ LAYER_TARGETS = (
         "WorkerWrapperBase.execute_model",
         ("self", "scheduler_output"),
         "raises before it, and when its output is on the host, what the Buffer knows to be wrong: a replayed CUDA "
-        "graph calls nothing of ours. So do `sample_tokens` and `execute_dummy_batch`",
+        "graph calls nothing of ours. So do `sample_tokens`, `execute_dummy_batch` and the warm-ups",
         "v1/worker/worker_base.py:383",
     ),
     Target(
@@ -200,6 +200,20 @@ LAYER_TARGETS = (
         ("self", "required_bytes"),
         "experts get scratch memory for more rows than vLLM measured before it locked it",
         "v1/worker/workspace.py:209",
+    ),
+    Target(
+        _UBATCH,
+        "UBatchContext._cpu_yield",
+        ("self",),
+        "dual-batch overlap: raises where the other micro-batch has failed; vLLM would wait for it without an end",
+        "v1/worker/ubatching.py:94",
+    ),
+    Target(
+        _UBATCH,
+        "UBatchContext.__exit__",
+        ("self", "exc_type", "exc_val", "exc_tb"),
+        "dual-batch overlap: the first error of a micro-batch is that of the step",
+        "v1/worker/ubatching.py:65",
     ),
 )
 """Hooked in a worker, when its EP group is built and before the model is."""
