@@ -196,4 +196,4 @@ def run(state: int) -> int:
 
 
 #: What a proxy runs, the host's access to its words, and what may stand in them.
-LOOP = Group("proxy loop", step, run, request_stop, request_forget, acknowledge, flush_by_driver)
+LOOP = Group("proxy loop", step, run, request_stop, request_forget, acknowledge, flush_by_driver, commands_in)

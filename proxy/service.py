@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import importlib
+import logging
 import os
 import threading
 import time
@@ -29,9 +30,25 @@ from .transport.base import Endpoint
 from .transport.select import NIC_TRANSPORTS, SHM, TCP
 
 #: prctl(2) options.
+_log = logging.getLogger("uccl_ep_serving")
+
 _PR_SET_NAME, _PR_SET_TIMERSLACK = 15, 29
 #: What ``auto`` may come to once the peers are known, and always can.
 _AUTO = (SHM, TCP)
+
+
+def _refused_cpus(cpus: Sequence[int]) -> list[int]:
+    """Those of ``cpus`` on which this process may not run."""
+    own, refused = os.sched_getaffinity(0), []
+    for cpu in dict.fromkeys(cpus):
+        try:
+            os.sched_setaffinity(0, {cpu})  # of this thread alone
+        except (OSError, ValueError, OverflowError):
+            refused.append(cpu)
+    if cpus:
+        with contextlib.suppress(OSError):  # it could not be changed before, either
+            os.sched_setaffinity(0, own)
+    return refused
 
 
 def data_paths(transports: Iterable[str]) -> list[Group]:
@@ -85,10 +102,10 @@ class ProxyService:
     ) -> None:
         if len(endpoints) != settings.proxies:
             raise ConfigError(f"{len(endpoints)} lists of endpoints for {settings.proxies} proxies")
-        bad_cpus = [cpu for cpu in settings.proxy_cpus if not 0 <= cpu < (os.cpu_count() or 1)]
-        if bad_cpus:
+        if bad_cpus := _refused_cpus(settings.proxy_cpus):
             raise ConfigError(
-                f"UCCL_EP_PROXY_CPUS names {bad_cpus}, this machine has cores 0..{(os.cpu_count() or 1) - 1}"
+                f"UCCL_EP_PROXY_CPUS names {bad_cpus}, where this process may not run: the machine has cores "
+                f"0..{(os.cpu_count() or 1) - 1}, and a container or a job scheduler may allow fewer"
             )
         load(loop.LOOP)
         self._rank, self._ranks = rank, ranks
@@ -233,6 +250,7 @@ class ProxyService:
         # Reached only when the loop ended by itself: order matters, a kernel released by the sticky error must find
         # the reason in check().
         self._deaths[proxy] = death
+        _log.error("rank %d: proxy thread %d has died: %s", self._rank, proxy, death, exc_info=death)
         set_failure(self._error, FAILURE_PROXY_DIED, -1, -1, proxy, 0)
 
     def _dress_thread(self, proxy: int) -> None:

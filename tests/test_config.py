@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 
 import pytest
 
-from uccl_ep_serving.config import SETTINGS, Settings, Variable, deciding, unknown_variables
+from uccl_ep_serving.config import SETTINGS, Settings, Variable, cache_base, deciding, unknown_variables
 from uccl_ep_serving.errors import ConfigError
 
 
@@ -214,3 +216,11 @@ def test_what_decides_is_ours_and_what_we_read_of_nccl() -> None:
     nccl = {"NCCL_IB_HCA": "mlx5_0", "NCCL_IB_TC": "96"}
     others = {"MASTER_ADDR": "10.0.0.1", "NCCL_DEBUG": "INFO", "HOME": "/root", "CUDA_VISIBLE_DEVICES": "3"}
     assert deciding({**ours, **nccl, **others}) == {**ours, **nccl}
+
+
+def test_compiled_code_is_kept_in_absolute_directories_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A user of a container may have neither HOME nor an entry in passwd: "~" is then no home but a name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert cache_base({"XDG_CACHE_HOME": "cache"}) == []
+    assert cache_base({"UCCL_EP_CACHE_DIR": "here", "XDG_CACHE_HOME": "/x"}) == [str(tmp_path / "here"), "/x"]

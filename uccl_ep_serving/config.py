@@ -604,8 +604,9 @@ _EARLY = {
 
 
 def cache_wanted(environment: Mapping[str, str] | None = None) -> str:
-    """The directory for compiled code that the user has asked for, "" for none."""
-    return (os.environ if environment is None else environment).get(_PREFIX + "CACHE_DIR", "")
+    """The directory for compiled code that the user has asked for, absolute; "" for none."""
+    wanted = (os.environ if environment is None else environment).get(_PREFIX + "CACHE_DIR", "")
+    return os.path.abspath(os.path.expanduser(wanted)) if wanted else ""
 
 
 def cache_base(environment: Mapping[str, str] | None = None) -> list[str]:
@@ -616,7 +617,8 @@ def cache_base(environment: Mapping[str, str] | None = None) -> list[str]:
         environment.get("XDG_CACHE_HOME"),
         os.path.expanduser("~/.cache"),
     )
-    return [base for base in found if base]
+    # a user without a home, as containers have them, keeps the "~"; and a relative XDG_CACHE_HOME counts for nothing
+    return [base for base in found if base and os.path.isabs(base)]
 
 
 def unknown_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:

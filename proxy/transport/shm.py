@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...errors import BootstrapError, ConfigError
+from ...native.descriptors import open_process
 from ...protocol.command import MAX_WRITE_BYTES
 from ...protocol.mailbox import ring_offset
 from ...protocol.talks import NO_DESCRIPTORS
@@ -164,7 +165,7 @@ class ShmEndpoint:
         if namespace != _pid_namespace():
             return "shm, process not watched (another pid namespace)"
         try:
-            pidfd = os.pidfd_open(pid)
+            pidfd = open_process(pid)
         except ProcessLookupError:
             raise BootstrapError(f"{who}: its process {pid} has ended") from None
         except OSError as error:

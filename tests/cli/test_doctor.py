@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import llvmlite.binding as llvm
 import pytest
 
 from tests.support.source_tree import ROOT, run_python
@@ -20,6 +22,8 @@ from uccl_ep_serving.cli.doctor import gpus, limits, report, software, transport
 from uccl_ep_serving.cli.doctor.findings import Finding
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.engines.versions import Engine
+from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.native import machine
 from uccl_ep_serving.protocol.listener import listen
 
 
@@ -66,15 +70,22 @@ class TestDoctor:
     def test_where_compiled_code_is_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         from uccl_ep_serving.native.cache import cache_directory
 
-        def shown(wanted: str) -> tuple[str, str]:
+        def shown(wanted: str, cached: bool = False) -> tuple[str, str]:
             monkeypatch.setenv("UCCL_EP_CACHE_DIR", wanted)
             monkeypatch.setattr(software, "cache_directory", cache_directory.__wrapped__)
-            monkeypatch.setattr(software, "all_groups", list)
+            monkeypatch.setattr(software, "read_directories", lambda: (cache_directory.__wrapped__(),))
+            monkeypatch.setattr(software, "all_groups", lambda: [SimpleNamespace(name="proxy loop", cached=cached)])
             (found,) = [one for one in software.environment() if one.name == "compiled code"]
             return found.status, found.value
 
-        status, value = shown(str(tmp_path))
+        status, value = shown(str(tmp_path), cached=True)
         assert (status, Path(value.partition(":")[0]).parents[1]) == ("ok", tmp_path)
+        status, value = shown(str(tmp_path))
+        assert status == "note"
+        assert "1 of 1 groups missing: proxy loop" in value
+        # as root has warmed it into an image: this user need not write there
+        status, value = shown("/dev/null/nowhere", cached=True)
+        assert (status, "warm, all of 1 groups" in value) == ("ok", True)
         status, value = shown("/dev/null/nowhere")
         assert status == "note"
         assert "UCCL_EP_CACHE_DIR=/dev/null/nowhere cannot be written" in value
@@ -90,6 +101,27 @@ class TestDoctor:
         status, value = shown("")
         assert status == "note"
         assert "each process compiles for itself" in value
+
+    def test_a_check_that_fails_is_a_finding_and_the_others_are_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where /proc is not all there, say."""
+
+        def limits() -> Iterator[Finding]:
+            yield Finding("open files", "1024")
+            raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
+
+        monkeypatch.setattr(report, "SECTIONS", {"limits": limits, "settings": report.settings})
+        found = report.examine()
+        assert [one.status for one in found["limits"]] == ["ok", "problem"]
+        assert "could not be looked at: FileNotFoundError" in found["limits"][1].value
+        assert len(found["settings"]) > 10
+
+    def test_memory_that_may_not_be_executable_is_a_problem(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The first call of compiled code would end the process without a word."""
+        monkeypatch.setattr(llvm, "check_jit_execution", Mock(side_effect=OSError("cannot allocate executable memory")))
+        with pytest.raises(ConfigError, match=r"MemoryDenyWriteExecute.*Next step"):
+            machine._engine.__wrapped__()
+        (found,) = [one for one in software.environment() if one.name == "compiled code"]
+        assert found.status == "problem"
 
     def test_a_misspelt_setting_is_named_with_the_nearest_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
 

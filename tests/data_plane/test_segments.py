@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import os
 import random
+import select
+import subprocess
 import weakref
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from uccl_ep_serving.data_plane.segments import HeapAllocator, Segment
 from uccl_ep_serving.errors import ConfigError, TransportError
+from uccl_ep_serving.native import descriptors
 
 
 def test_segment_is_shared_and_has_no_name() -> None:
@@ -49,13 +55,37 @@ def test_a_segment_cannot_be_shortened_under_those_who_map_it() -> None:
         Segment.attach(reader, 1)
 
 
-def test_memory_that_is_refused_is_a_transport_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(name: str, flags: int) -> int:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "memfd_create", refused)
-    with pytest.raises(TransportError, match="Operation not permitted"):
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [
+        (errno.EPERM, "seccomp profile"),
+        (errno.EFBIG, "ulimit -f"),
+        (errno.EMFILE, "open files"),
+        (errno.ENOMEM, "memory limit"),
+    ],
+)
+def test_memory_that_is_refused_is_a_transport_error(number: int, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "memfd", Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(TransportError, match=rf"{os.strerror(number)}\. Next step: .*{step}"):
         Segment.create("test", 4096)
+
+
+def test_a_python_that_knows_neither_memfds_nor_pidfds_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built against an old C library, as conda's are."""
+    for name in [name for name in dir(os) if name.startswith("MFD_")] + ["memfd_create", "pidfd_open"]:
+        monkeypatch.delattr(os, name)
+    for name in [name for name in dir(fcntl) if "SEAL" in name]:
+        monkeypatch.delattr(fcntl, name)
+    segment = Segment.create("test", 4096)
+    Segment.attach(os.dup(segment.fd), 4096).close()
+    segment.close()
+    child = subprocess.Popen(["true"])
+    ended = descriptors.open_process(child.pid)
+    assert select.select([ended], [], [], 10)[0] == [ended]
+    os.close(ended)
+    child.wait()
+    with pytest.raises(ProcessLookupError):
+        descriptors.open_process(child.pid)
 
 
 def test_memory_stays_mapped_while_a_tensor_lives() -> None:

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -292,8 +293,12 @@ def test_every_source_of_compiled_code_counts(tmp_path: Path, monkeypatch: pytes
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("1")
     monkeypatch.setattr(cache, "_PACKAGE", tmp_path)
-    monkeypatch.setattr(cache, "_IMPORTED", time.time() + 3600)
-    digest = cache._source_digest.__wrapped__
+
+    def digest() -> str:
+        """Of a process that has imported what is there."""
+        monkeypatch.setattr(cache, "_IMPORTED", cache._state())
+        return str(cache._source_digest.__wrapped__())
+
     seen = {digest()}
     (tmp_path / "kernels/triton/a.py").write_text("2")
     for file in files:
@@ -309,13 +314,50 @@ def test_every_source_of_compiled_code_counts(tmp_path: Path, monkeypatch: pytes
     assert len(seen) == 1 + 2 * 2 * len(cache.SOURCES)
 
 
+def test_without_sources_what_python_made_of_them_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or an upgrade would run the machine code of the version before."""
+    for part in cache.SOURCES:
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "a.pyc").write_text("1")
+    monkeypatch.setattr(cache, "_PACKAGE", tmp_path)
+    found = set()
+    for content in ("1", "2"):
+        (tmp_path / "native/a.pyc").write_text(content)
+        monkeypatch.setattr(cache, "_IMPORTED", cache._state())
+        found.add(cache._source_digest.__wrapped__())
+    assert len(found) == 2
+
+
+def test_a_directory_that_is_made_along_with_its_parents_is_trusted(tmp_path: Path) -> None:
+    """Whatever the user's mask gives a group."""
+    before = os.umask(0o002)
+    try:
+        assert cache.usable(tmp_path / "home" / ".cache" / "uccl_ep_serving" / "digest")
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize(("uid_map", "trusts"), [("0 0 4294967295", False), ("1000 1000 1", True), ("", True)])
+def test_root_that_a_user_namespace_does_not_know(
+    uid_map: str, trusts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What stands in "/" is root's, whoever that is there; anything below may be of any user outside."""
+    read = Path.read_text
+    told = {"/proc/self/uid_map": uid_map, "/proc/sys/kernel/overflowuid": "65534\n"}
+    monkeypatch.setattr(Path, "read_text", lambda path: told[str(path)] if str(path) in told else read(path))
+    monkeypatch.setattr(cache, "_nameless_root", cache._nameless_root.__wrapped__)
+    monkeypatch.setattr(Path, "lstat", lambda path: SimpleNamespace(st_mode=0o40755, st_uid=65534))
+    assert [cache.ours(Path(place)) for place in ("/", "/home", "/home/user")] == [trusts, trusts, False]
+
+
 def test_a_process_whose_sources_have_changed_compiles_for_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     digest = cache._source_digest.__wrapped__
     shared = digest()
     assert digest() == shared
-    monkeypatch.setattr(cache, "_IMPORTED", 0.0)
+    name, (inode, written, size) = next(iter(cache._IMPORTED.items()))
+    monkeypatch.setattr(cache, "_IMPORTED", {**cache._IMPORTED, name: (inode + 1, written, size)})
     assert digest() != shared
     assert "sources of uccl_ep_serving have changed since this process began" in caplog.messages[-1]
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.source_tree import ROOT, run_python
 from tests.support.world import SLOT, Link, World
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, PeerLost, ProtocolError, ProxyDied, TransportError, after_loss
@@ -24,7 +25,7 @@ from uccl_ep_serving.protocol.context import (
 from uccl_ep_serving.protocol.ring import lap_of
 from uccl_ep_serving.protocol.streams import CREDIT, LL_COMBINE, LL_DISPATCH, STREAMS
 from uccl_ep_serving.proxy import stats, words
-from uccl_ep_serving.proxy.loop import DIED, SLEEP_MOST, STOPPED
+from uccl_ep_serving.proxy.loop import DIED, LOOP, SLEEP_MOST, STOPPED
 from uccl_ep_serving.proxy.sequence import TICKET
 from uccl_ep_serving.proxy.service import ProxyService
 from uccl_ep_serving.proxy.transport.base import DOWN, SENT
@@ -119,6 +120,50 @@ def _threads_called(name: str) -> list[int]:
             if file.read().strip() == name:
                 found.append(int(task))
     return found
+
+
+def test_a_core_that_a_container_does_not_allow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread would die before it has done anything."""
+    bind, own = os.sched_setaffinity, os.sched_getaffinity(0)
+
+    def allowed(pid: int, cpus: set[int]) -> None:
+        if cpus == {0}:
+            raise OSError(22, "Invalid argument")
+        bind(pid, cpus)
+
+    monkeypatch.setattr(os, "sched_setaffinity", allowed)
+    with pytest.raises(ConfigError, match=r"UCCL_EP_PROXY_CPUS names \[0\], where this process may not run"):
+        World(2, 1 << 16, proxy_cpus=(0,))
+    assert os.sched_getaffinity(0) == own
+
+
+def test_why_a_thread_has_died_is_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The operation that waits says where to look."""
+
+    def dies(service: ProxyService, proxy: int) -> None:
+        raise ConfigError("no such core")
+
+    monkeypatch.setattr(ProxyService, "_dress_thread", dies)
+    with contextlib.suppress(ProxyDied), running(World(2, 1 << 16)):
+        _until(lambda: any("proxy thread 0 has died: no such core" in words for words in caplog.messages))
+
+
+def test_counters_are_read_without_numba() -> None:
+    """It is half a second to import, and what it compiles there would be kept nowhere."""
+    if not LOOP.cached:
+        LOOP.compile()
+    code = """
+import sys
+sys.modules["numba"] = None
+import numpy as np
+from uccl_ep_serving.native.groups import load
+from uccl_ep_serving.proxy import stats
+from uccl_ep_serving.proxy.loop import LOOP
+load(LOOP)
+print(stats.commands_in(np.zeros(64, dtype=np.int64).ctypes.data, 1))
+"""
+    done = run_python(code, cwd=ROOT)
+    assert done.stdout.strip() == "0", done.stderr
 
 
 def test_an_impossible_core_is_refused_before_anything_starts() -> None:

@@ -11,4 +11,5 @@ __all__ = ["wide_console"]
 
 def wide_console(columns: int = 160, *, highlight: bool = True) -> Console:
     """The terminal; a file or a pipe has no width, and gets lines of ``columns``."""
-    return Console(width=None if sys.stdout.isatty() else columns, highlight=highlight)
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: closed by who started this
+    return Console(width=None if is_terminal else columns, highlight=highlight)

@@ -22,25 +22,11 @@ import numpy.typing as npt
 import torch
 
 from ..errors import ConfigError, TransportError
+from ..native import descriptors
 
 __all__ = ["HeapAllocator", "Segment"]
 
 Bytes = npt.NDArray[np.uint8]
-
-
-#: memfd_create(2), Linux 6.3: never executable. A hardened system (vm.memfd_noexec=2) refuses memfds without it.
-_MFD_NOEXEC_SEAL = 0x8
-
-
-def _memfd(name: str, more: int = 0) -> int:
-    """A new sealable memfd."""
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | more
-    try:
-        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return os.memfd_create(name, flags)  # an older kernel
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -170,16 +156,16 @@ class Segment:
     def _new(cls, name: str, nbytes: int, flags: int = 0) -> Segment:
         fd = -1
         try:
-            fd = _memfd(name, flags)
+            fd = descriptors.memfd(name, flags)
             os.ftruncate(fd, -(-nbytes // _HUGE) * _HUGE if flags else nbytes)
             # Touching a page beyond the end is fatal (SIGBUS): nobody may shorten it, neither we nor who maps it.
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            seals = descriptors.F_SEAL_SHRINK | descriptors.F_SEAL_GROW | descriptors.F_SEAL_SEAL
+            fcntl.fcntl(fd, descriptors.F_ADD_SEALS, seals)
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
             raise TransportError(
-                f"cannot make a shared segment of {nbytes} bytes: {error}. Next step: raise the limit on open files "
-                "(ulimit -n), or the memory limit of the container",
+                f"cannot make a shared segment of {nbytes} bytes: {error}. Next step: {_step(error)}",
                 device="memfd",
                 errno=error.errno or 0,
             ) from error
@@ -194,7 +180,7 @@ class Segment:
         """
         try:
             actual = os.fstat(fd).st_size
-            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            sealed = fcntl.fcntl(fd, descriptors.F_GET_SEALS) & descriptors.F_SEAL_SHRINK
         except OSError:
             sealed = 0  # no memfd at all
         if not sealed or actual < nbytes:
@@ -243,6 +229,17 @@ def _end(lease: _Lease) -> None:
     anew."""
     del lease.held[lease.place[0]]
     lease.returned.append(lease.place)
+
+
+def _step(error: OSError) -> str:
+    """What to do where the system gives no shared memory."""
+    if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+        return "allow memfd_create in the container's seccomp profile, or in the sandbox"
+    if error.errno == errno.EFBIG:
+        return "raise the limit on the size of files (ulimit -f)"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "raise the limit on open files (ulimit -n)"
+    return "raise the memory limit of the container, or the limit on open files (ulimit -n)"
 
 
 class HeapAllocator:

@@ -52,6 +52,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _KILL_SECONDS = 15.0
 _POLL_SECONDS = 0.05
+#: How often the guardian looks whether the server still runs.
+_LOOK_SECONDS = 0.1
 
 
 def snapshot(patterns: Iterable[str] = LEFTOVERS) -> list[str]:
@@ -199,16 +201,16 @@ def _ask_to_end(server: subprocess.Popen[bytes], seconds: float) -> None:
 
 def _watch(server: subprocess.Popen[bytes], wakeup: int) -> bool:
     """Wait until there is a reason to stop; returns whether to remove the run directory too."""
-    end = os.pidfd_open(server.pid)
-    watched = [0, wakeup, end]
-    attached = True
+    watched = [0, wakeup]
+    attached, runs = True, True
     while True:
-        ready, _, _ = select.select(watched, [], [])
-        if end in ready:
-            _say(exit=server.wait())
-            watched.remove(end)
-            if not attached:
-                return True
+        # looked at, not waited for: not every Python, and not every sandbox, has pidfds
+        ready, _, _ = select.select(watched, [], [], _LOOK_SECONDS if runs else None)
+        if runs and server.poll() is not None:
+            runs = False
+            _say(exit=server.returncode)
+        if not (runs or attached):
+            return True
         if wakeup in ready:
             return True
         if 0 in ready:

@@ -13,6 +13,7 @@ import torch
 
 from ..data_plane.gpu_direct import NicWrites
 from ..errors import TransportError
+from ..native.descriptors import memfd
 from ..proxy.fence import DriverFlush
 
 __all__ = ["InterpretedMemory"]
@@ -48,7 +49,7 @@ class InterpretedMemory:
         del self._mapped[address]
 
     def allocate(self, nbytes: int) -> int:
-        descriptor = os.memfd_create("uccl_ep device memory", os.MFD_CLOEXEC)
+        descriptor = memfd("uccl_ep device memory")
         os.ftruncate(descriptor, nbytes)
         pages = np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
         self._owned[pages.ctypes.data] = (descriptor, pages)

@@ -42,10 +42,31 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 SOURCES = ("protocol", "native", "proxy", "kernels")
 #: Stands for no directory at all: nothing can be read or written there.
 _NOWHERE = Path(os.devnull) / "uccl_ep_serving"
-#: When this process imported the sources, or little later.
-_IMPORTED = time.time()
 #: The first bytes of a file; a checksum of the rest follows.
 _MAGIC = b"uccl_ep object 1\n"
+
+
+def _sources(part: str) -> list[tuple[str, Path]]:
+    """The sources of a folder by name, or where none were installed what Python has made of them."""
+    root = (_PACKAGE / part).resolve()
+    found = sorted(root.rglob("*.py")) or sorted(root.rglob("*.pyc"))
+    # the caches of those compilers know them
+    kept = [path for path in found if not {root / "triton", root / "cuda"} & {*path.parents}]
+    return [(f"{part}/{path.relative_to(root)}", path) for path in kept]
+
+
+def _state() -> dict[str, tuple[int, int, int]]:
+    """What shows that a source has been replaced or written to. No clock is asked: that of a file system is another."""
+    found = {}
+    for part in SOURCES:
+        for name, path in _sources(part):
+            state = path.stat()
+            found[name] = state.st_ino, state.st_mtime_ns, state.st_size
+    return found
+
+
+#: When this process imported the sources, or little later.
+_IMPORTED = _state()
 
 
 @functools.cache
@@ -61,19 +82,14 @@ def _source_digest() -> str:
     A source that has changed since this process imported it (an upgrade while an engine starts) is not what is compiled
     here: such a process keeps its code to itself.
     """
-    digest = hashlib.sha256(compiler_versions().encode())
-    changed = False
+    digest = hashlib.sha256(f"{compiler_versions()} {version('uccl_ep_serving')}".encode())
     for part in SOURCES:
-        root = (_PACKAGE / part).resolve()
-        for path in sorted(root.rglob("*.py")):
-            if {root / "triton", root / "cuda"} & {*path.parents}:
-                continue  # the caches of those compilers know them
-            changed |= path.stat().st_ctime > _IMPORTED
-            digest.update(f"{part}/{path.relative_to(root)}".encode())
+        for name, path in _sources(part):
+            digest.update(name.encode())
             digest.update(path.read_bytes())
-    if changed:
+    if _state() != _IMPORTED:
         _log.warning("sources of uccl_ep_serving have changed since this process began: it compiles for itself alone")
-        digest.update(f"{os.getpid()} {_IMPORTED}".encode())
+        digest.update(f"{os.getpid()} {time.time()}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -93,8 +109,10 @@ def file_digest(path: str) -> str:
 def usable(directory: Path) -> bool:
     """Create ``directory``, and try a file in it; False also where another user could put machine code into it."""
     try:
-        directory.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        directory.mkdir(mode=0o755, exist_ok=True)
+        for place in (*reversed(directory.parents), directory):
+            # each by itself: parents that mkdir makes along with a directory get no mode, and others could write there
+            if not place.exists():
+                place.mkdir(mode=0o755, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             return trusted(directory)
     except OSError:
@@ -113,7 +131,22 @@ def ours(path: Path) -> bool:
     """Whether nobody but this user and root can change what stands in ``path``, or whose it is."""
     found = path.lstat()
     shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
-    return found.st_uid in (os.geteuid(), 0) and not shared
+    # "/" and what stands there belong to root, whatever root is called here
+    trusted_owners = os.geteuid(), 0, *(_nameless_root() if len(path.parts) <= 2 else ())
+    return found.st_uid in trusted_owners and not shared
+
+
+@functools.cache
+def _nameless_root() -> tuple[int, ...]:
+    """As whom a user namespace shows root, and everybody else whom it does not know; () where it knows root."""
+    try:
+        lines = Path("/proc/self/uid_map").read_text().splitlines()
+        known = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
+        if not any(first <= 0 < first + count for first, count in known):
+            return (int(Path("/proc/sys/kernel/overflowuid").read_text()),)
+    except (OSError, ValueError):
+        pass
+    return ()
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
+from ..errors import ConfigError
 from .python_entry import built_in, python_symbol
 
 __all__ = ["half_instructions", "load_object", "processor", "target_machine"]
@@ -55,8 +56,20 @@ def target_machine() -> Any:
     )
 
 
+def check_executable() -> None:
+    """Raise ConfigError where this process may not run machine code that is made while it runs."""
+    try:
+        llvm.check_jit_execution()
+    except OSError as error:
+        raise ConfigError(
+            f"this process may not make memory executable ({error}), which compiled kernels and proxies need. Likely "
+            "cause: systemd's MemoryDenyWriteExecute, or SELinux without execmem. Next step: allow it for this service"
+        ) from None
+
+
 @functools.cache
 def _engine() -> Any:
+    check_executable()  # else the first call would end the process
     module = llvm.parse_assembly("")
     module.triple = llvm.get_process_triple()
     return llvm.create_mcjit_compiler(module, target_machine())

@@ -19,6 +19,10 @@ def doctor(
 
     Exit status 0 when the package is usable here, 1 when a problem stands in the way.
     """
-    from uccl_ep_serving.cli.doctor import report
+    try:
+        from uccl_ep_serving.cli.doctor import report
+    except ImportError as error:
+        typer.echo(f"doctor: {error}. Next step: pip install uccl_ep_serving, without --no-deps", err=True)
+        raise typer.Exit(1) from None
 
     raise typer.Exit(report.run(as_json=as_json))

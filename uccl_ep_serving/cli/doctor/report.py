@@ -57,8 +57,16 @@ SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {
 
 
 def examine() -> dict[str, list[Finding]]:
-    """Run every check; the keys are those of :data:`SECTIONS`, in order."""
-    return {title: list(check()) for title, check in SECTIONS.items()}
+    """Run every check; the keys are those of :data:`SECTIONS`, in order. One that fails is a finding."""
+    return {title: list(_examined(title, check)) for title, check in SECTIONS.items()}
+
+
+def _examined(title: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    try:
+        yield from check()
+    except Exception as error:  # a machine on which something usual is missing: what else there is to say is said
+        found = f"could not be looked at: {type(error).__name__}: {error}"
+        yield Finding(title, found, Status.PROBLEM, "give this process what is missing there, or report this line")
 
 
 def _print(report: dict[str, list[Finding]], console: Console) -> None:

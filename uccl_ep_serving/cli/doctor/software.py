@@ -18,7 +18,9 @@ from uccl_ep_serving.cli.doctor.findings import Finding, Status, size
 from uccl_ep_serving.cli.warm.tasks import all_groups
 from uccl_ep_serving.config import cache_wanted
 from uccl_ep_serving.engines.versions import SGLANG, VLLM, Engine, Standing
-from uccl_ep_serving.native.cache import cache_directory, ours
+from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.native.cache import cache_directory, ours, read_directories
+from uccl_ep_serving.native.machine import check_executable
 
 __all__ = ["engines", "environment", "package"]
 
@@ -86,6 +88,18 @@ def environment() -> Iterator[Finding]:
 def _compiled_code() -> Finding:
     """Where compiled code is kept, whether that is where the user wants it, and whether it is all there."""
     directory, wanted = cache_directory(), cache_wanted()
+    try:
+        check_executable()
+    except ConfigError as error:
+        return Finding("compiled code", str(error), Status.PROBLEM, "uccl-ep doctor again once that is allowed")
+    try:
+        groups = all_groups()
+        missing = [group.name for group in groups if not group.cached]
+    except ImportError as error:  # a package is missing, which has a finding of its own
+        return Finding("compiled code", f"{directory}: cannot be looked at: {error}")
+    if not missing:
+        where = ", ".join(map(str, read_directories()))
+        return Finding("compiled code", f"{where}: warm, all of {len(groups)} groups")
     if directory.is_relative_to(os.devnull):
         value = "no directory that this user can write and nobody else: each process compiles for itself"
         return Finding("compiled code", value, Status.NOTE, "UCCL_EP_CACHE_DIR with such a directory, or HOME")
@@ -93,13 +107,6 @@ def _compiled_code() -> Finding:
         value = f"{directory}: UCCL_EP_CACHE_DIR={wanted} {_refused(Path(wanted))}"
         step = "a directory that this user can write and nobody else, of a pod's volume one below its root that is "
         return Finding("compiled code", value, Status.NOTE, f"{step}mounted with subPath; or unset it")
-    try:
-        groups = all_groups()
-        missing = [group.name for group in groups if not group.cached]
-    except ImportError as error:  # a package is missing, which has a finding of its own
-        return Finding("compiled code", f"{directory}: cannot be looked at: {error}")
-    if not missing:
-        return Finding("compiled code", f"{directory}: warm, all of {len(groups)} groups")
     value = f"{directory}: {len(missing)} of {len(groups)} groups missing: {', '.join(missing)}"
     return Finding("compiled code", value, Status.NOTE, "uccl-ep warm, else the first Buffer that needs them compiles")
 

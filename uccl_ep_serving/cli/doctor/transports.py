@@ -17,6 +17,7 @@ from uccl_ep_serving.control_plane.addresses import choose_address
 from uccl_ep_serving.data_plane import gpu_direct
 from uccl_ep_serving.data_plane.nics import HostNics
 from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.native.descriptors import memfd
 from uccl_ep_serving.protocol.listener import listen
 from uccl_ep_serving.proxy.transport.select import EFA, NIC_TRANSPORTS, ROCE, Offer, Offers, preview
 
@@ -81,7 +82,7 @@ def _gpu(settings: Settings) -> gpu_direct.Gpu | None:
 
 def _shm() -> Finding:
     try:
-        descriptor = os.memfd_create("uccl_ep_doctor", os.MFD_CLOEXEC)
+        descriptor = memfd("uccl_ep_doctor")
     except OSError as error:
         step = "allow memfd_create in the container's seccomp profile"
         return Finding("shm", f"unusable: memfd_create: {error.strerror}", Status.PROBLEM, step)

@@ -38,12 +38,12 @@ def run(
     """
     started = time.monotonic()
     directory, wanted = cache_directory(), cache_wanted()
-    if wanted and not directory.is_relative_to(wanted):
+    known = group_tasks(groups)
+    tasks = deque(task for task, outcome in known.items() if outcome is None)
+    if tasks and wanted and not directory.is_relative_to(wanted):
         step = "make it writable for this user, or unset it"
         typer.echo(f"warm: UCCL_EP_CACHE_DIR={wanted} cannot be written. Next step: {step}", err=True)
         return 1
-    known = group_tasks(groups)
-    tasks = deque(task for task, outcome in known.items() if outcome is None)
     tasks += [gpu_task(gpu, kernels) for gpu in gpus]
     by_kind: dict[str, list[Outcome | None]] = defaultdict(list)
     for task, outcome in known.items():
