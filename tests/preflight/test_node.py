@@ -68,6 +68,23 @@ def test_a_rank_that_somebody_has_killed_does_not_hang(ends: str, monkeypatch: p
     assert ("was ended by SIGKILL" in said["local rank 1 of node 0"]) == (ends == "is killed")
 
 
+def test_a_rank_that_has_ended_before_the_first_part_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of the parts begins later, and the others wait for that rank all the same."""
+    monkeypatch.setattr(node, "_GRACE_SECONDS", 1.5)
+
+    def start(job: Job, words: IO[bytes]) -> subprocess.Popen[bytes]:
+        begins = msgspec.json.encode(Line("meeting")).decode()
+        code = f"import time; time.sleep(0.5); print({begins!r}, flush=True); time.sleep(600)"
+        code = "raise SystemExit(3)" if job.local else code
+        return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, stderr=words, bufsize=0)
+
+    monkeypatch.setattr(node, "_start", start)
+    begun, told = time.monotonic(), []
+    run_node(JOBS, told.append)
+    assert told == ["meeting"]
+    assert time.monotonic() - begun < 20
+
+
 def test_what_was_found_before_a_part_that_never_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a check counts from the first part, and is no longer than it says."""
     monkeypatch.setattr(node, "_GRACE_SECONDS", 0.3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import subprocess
@@ -30,7 +31,7 @@ _LAST_WORDS = 400
 def run_node(jobs: Sequence[Job], say: Callable[[str], None]) -> Outcome:
     """What the ranks of ``jobs``, those of this node, have found together. A rank that ends or hangs is a finding,
     beside what was found before."""
-    part, deadline = "", time.monotonic() + _START_SECONDS
+    part, deadline, abandoned = "", time.monotonic() + _START_SECONDS, math.inf
     outcomes: dict[int, Outcome] = {}
     so_far: list[Outcome] = []
     with contextlib.ExitStack() as stack:
@@ -41,7 +42,7 @@ def run_node(jobs: Sequence[Job], say: Callable[[str], None]) -> Outcome:
             assert process.stdout is not None
             selector.register(process.stdout, selectors.EVENT_READ, local)
         try:
-            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            while selector.get_map() and (left := min(deadline, abandoned) - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
                     text = key.fileobj.readline()  # type: ignore[union-attr]
                     line = msgspec.json.decode(text, type=Line) if text else Line()
@@ -56,7 +57,7 @@ def run_node(jobs: Sequence[Job], say: Callable[[str], None]) -> Outcome:
                         say(part)
                     if (not text and key.data not in outcomes) or (line.end and not line.end.known):
                         # the others wait for a rank that has ended by itself, or has not come so far
-                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                        abandoned = min(abandoned, time.monotonic() + _GRACE_SECONDS)
         finally:
             hung = _end(processes)
         lost = [
