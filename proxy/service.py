@@ -29,9 +29,9 @@ from .stats import in_flight, latencies, proxy_counters, stream_states
 from .transport.base import Endpoint
 from .transport.select import NIC_TRANSPORTS, SHM, TCP
 
-#: prctl(2) options.
 _log = logging.getLogger("uccl_ep_serving")
 
+#: prctl(2) options.
 _PR_SET_NAME, _PR_SET_TIMERSLACK = 15, 29
 #: What ``auto`` may come to once the peers are known, and always can.
 _AUTO = (SHM, TCP)

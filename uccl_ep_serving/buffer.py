@@ -227,8 +227,7 @@ class Buffer:
         if gpu is not None:
             gpu.take_report()
         self.runtime.check(phase)
-        if not self.runtime.stale:
-            check_interrupted(phase, self.runtime)
+        check_interrupted(phase, self.runtime)
         if gpu is not None:
             gpu.check_ids(phase)
             gpu.check_graphs(phase)

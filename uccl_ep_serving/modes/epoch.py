@@ -47,13 +47,12 @@ class InFlight:
     A slot is used again by the operation after next, so that one must have been received.
 
     Args:
-        kind: what several of them are called.
-        combines: of combines.
+        kind: what several of them are called: "dispatches" or "combines".
     """
 
-    def __init__(self, kind: str, combines: bool = False) -> None:
+    def __init__(self, kind: str) -> None:
         self._kind = kind
-        self.combines = combines
+        self.combines = kind == "combines"
         self._next = 0
         self._open: set[int] = set()
         #: By number, the receipt of operations whose recv hook nobody can call any more, and the capture that they were
@@ -290,9 +289,8 @@ class Epoch:
         runtime.check(phase)
         if gpu is not None:
             gpu.check_ids(phase)
-        if not runtime.stale:
-            check_interrupted(phase, runtime)
-        elif not begins:
+        check_interrupted(phase, runtime)
+        if runtime.stale and not begins:
             raise ConfigError(f"{phase}: {runtime.stale}, {_VOID}")
 
     def receive_dropped(self) -> None:
@@ -412,8 +410,9 @@ class Epoch:
 
 
 def check_interrupted(phase: str, runtime: Runtime) -> None:
-    """Raise UcclEpError where an operation of this epoch, of whichever mode, has ended early on this rank."""
-    if runtime.interrupted:
+    """Raise UcclEpError where an operation of this epoch, of whichever mode, has ended early on this rank; no more once
+    the next one must begin in another epoch."""
+    if runtime.interrupted and not runtime.stale:
         raise UcclEpError(
             f"{phase}: an earlier {runtime.interrupted} was interrupted after part of it may have been sent, so the "
             f"ranks no longer agree on what comes next. {AFTER_INTERRUPTION}"

@@ -35,7 +35,7 @@ from .low_latency_arguments import (
     combine_coding,
     dispatch_coding,
 )
-from .low_latency_outputs import MOST_SIZES, DispatchOutputs, OutputMemory, Rows
+from .low_latency_outputs import DispatchOutputs, OutputMemory, Rows, keep_latest
 
 __all__ = ["LowLatency"]
 
@@ -45,7 +45,7 @@ class LowLatency:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._dispatches, self._combines = InFlight("dispatches"), InFlight("combines", combines=True)
+        self._dispatches, self._combines = InFlight("dispatches"), InFlight("combines")
         self._epoch = Epoch(runtime, (self._dispatches, self._combines))
         self._state: block.StateBlock | None = None
         self._memory = OutputMemory()
@@ -321,18 +321,11 @@ class LowLatency:
         """
         self._state_of("low-latency combine buffer", handle)
         plan: LowLatencyPlan = handle.plan
-        kind = plan, handle.dtype
-        buffer = self._combine_buffers.pop(kind, None)
-        if buffer is None:
-            shape = plan.local_experts, plan.ranks * plan.tokens, plan.hidden
-            # whoever asks first may be an engine's warm-up, whose tensors nobody else may write to
-            with torch.inference_mode(False):
-                buffer = self._memory.rows(shape, handle.dtype)
-        # the latest one stands last
-        self._combine_buffers[kind] = buffer
-        while len(self._combine_buffers) > MOST_SIZES:
-            del self._combine_buffers[next(iter(self._combine_buffers))]
-        return buffer
+        shape = plan.local_experts, plan.ranks * plan.tokens, plan.hidden
+        # whoever asks first may be an engine's warm-up, whose tensors nobody else may write to
+        with torch.inference_mode(False):
+            make = partial(self._memory.rows, shape, handle.dtype)
+            return keep_latest(self._combine_buffers, (plan, handle.dtype), make)
 
     # -- inside -------------------------------------------------------------------------------------------------
 

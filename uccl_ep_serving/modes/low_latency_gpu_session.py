@@ -64,7 +64,7 @@ class LowLatencyGpuSession:
     """
 
     def __init__(self, runtime: Runtime, gpu: GpuContext) -> None:
-        self.dispatches, self.combines = InFlight("dispatches"), InFlight("combines", combines=True)
+        self.dispatches, self.combines = InFlight("dispatches"), InFlight("combines")
         self.epoch = Epoch(runtime, (self.dispatches, self.combines), gpu)
         self._runtime = runtime
         self._gpu = gpu

@@ -10,6 +10,7 @@ import collections
 import mmap
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,10 @@ from ..protocol.layout import LowLatencyPlan
 from ..protocol.message import DTYPE_FP8, SCALE_BLOCK
 from .low_latency_arguments import Coding
 
-__all__ = ["MOST_SIZES", "DispatchOutputs", "OutputMemory", "Rows"]
+__all__ = ["MOST_SIZES", "DispatchOutputs", "OutputMemory", "Rows", "keep_latest"]
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _Bytes = npt.NDArray[np.uint8]
@@ -30,6 +34,15 @@ _KEPT = 3
 MOST_SIZES = 8
 
 
+def keep_latest(kept: dict[_Key, _Value], key: _Key, make: Callable[[], _Value]) -> _Value:
+    """What ``kept`` has under ``key``, made where there is none; those asked for last stand last, and only so many."""
+    value = kept.pop(key) if key in kept else make()
+    kept[key] = value
+    while len(kept) > MOST_SIZES:
+        del kept[next(iter(kept))]
+    return value
+
+
 class OutputMemory:
     """Blocks by size. One host thread takes; a block returns in whatever thread collects the last tensor over it."""
 
@@ -38,13 +51,7 @@ class OutputMemory:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """uint8[nbytes] on a page boundary, with undefined content; returned when its storage is collected."""
-        free = self._free.pop(nbytes, None)
-        if free is None:
-            free = collections.deque(maxlen=_KEPT)
-        # the latest size stands last
-        self._free[nbytes] = free
-        while len(self._free) > MOST_SIZES:
-            del self._free[next(iter(self._free))]
+        free = keep_latest(self._free, nbytes, lambda: collections.deque(maxlen=_KEPT))
         try:
             block = free.popleft()
         except IndexError:
