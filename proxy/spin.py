@@ -15,13 +15,14 @@ from pathlib import Path
 
 import msgspec
 
+from . import cgroup
+
 __all__ = ["Cores", "Spin", "choose_spin", "own_cores"]
 
 #: Longer than the time between two layers and between two decode steps; an engine without requests sleeps soon.
 _SPIN_NS = 10_000_000
 #: Cores for each proxy that may run on them: the rank itself, its engine's threads and a NIC's interrupts want theirs.
 _CORES_PER_PROXY = 4
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class Cores(msgspec.Struct, frozen=True, array_like=True):
@@ -62,7 +63,7 @@ def choose_spin(wanted: str, mine: Cores, others: Sequence[Cores] = (), *, proxi
     # cores and the proxies that share them: those of the affinity, then those that each quota pays for
     limits = [(float(len(mine.cpus)), proxies * (1 + sum(bool(one.cpus & mine.cpus) for one in others)))]
     limits += [
-        (quota, proxies * (1 + sum(cgroup in one.quotas for one in others))) for cgroup, quota in mine.quotas.items()
+        (quota, proxies * (1 + sum(group in one.quotas for one in others))) for group, quota in mine.quotas.items()
     ]
     # dealt to all ranks of the host, wherever they are bound
     if 0 < named_cores < (dealt := proxies * (1 + len(others))):
@@ -74,42 +75,6 @@ def choose_spin(wanted: str, mine: Cores, others: Sequence[Cores] = (), *, proxi
     return Spin(_SPIN_NS, f"{_SPIN_NS // 1_000_000} ms: {whom}")
 
 
-def own_cores(cgroup: Path = _CGROUP, own: Path = Path("/proc/self/cgroup")) -> Cores:
+def own_cores(groups: Path = cgroup.GROUPS, own: Path = cgroup.OWN) -> Cores:
     """What this process may use: the cores of its affinity, and the quotas of its cgroup and those above it."""
-    return Cores(frozenset(os.sched_getaffinity(0)), _quotas(cgroup, own))
-
-
-def _quotas(cgroup: Path, own: Path) -> dict[str, float]:
-    """Quotas (version 2, then version 1), by device and inode: a container sees the path of its cgroup as ``/``."""
-    found = {}
-    for line in _text(own).splitlines():
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        version_1 = "cpu" in controllers.split(",")
-        if controllers and not version_1:
-            continue
-        root = cgroup / "cpu" if version_1 else cgroup
-        place = root / path.lstrip("/")
-        # in a container the path may be the host's, and what is mounted is the cgroup itself
-        for level in {root, place, *(above for above in place.parents if root in above.parents)}:
-            if version_1:
-                quota, period = _text(level / "cpu.cfs_quota_us"), _text(level / "cpu.cfs_period_us")
-            else:
-                quota, _, period = _text(level / "cpu.max").partition(" ")
-            if quota.isdigit() and period.isdigit() and int(period):
-                found[_identity(level)] = int(quota) / int(period)
-    return found
-
-
-def _identity(directory: Path) -> str:
-    try:
-        status = directory.stat()
-    except OSError:
-        return str(directory)
-    return f"{status.st_dev}:{status.st_ino}"
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
+    return Cores(frozenset(os.sched_getaffinity(0)), cgroup.quotas(groups, own))

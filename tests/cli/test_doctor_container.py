@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from uccl_ep_serving.cli.doctor import container as room
+from uccl_ep_serving.cli.doctor import software
 from uccl_ep_serving.cli.doctor.findings import Finding, Status
 
 NONE = Path("/nowhere")
@@ -52,6 +54,42 @@ def test_who_may_pin_more_than_memlock_says(capabilities: str, users: str, freel
     (tmp_path / "uid_map").write_text(users)
     assert room.pins_freely(tmp_path / "status", tmp_path / "uid_map") is freely
     assert not room.pins_freely(tmp_path / "status", NONE)
+
+
+@pytest.mark.parametrize(
+    ("quotas", "memory", "tasks", "values", "status"),
+    [
+        ({}, None, None, ["", "", None], None),
+        (
+            {"pod": 3.0, "container": 1.5},
+            1 << 20,
+            2000,
+            [", for 1.5 cores' worth of time by its cgroup", "1 MiB available by its cgroup", "2000 may still begin"],
+            Status.OK,
+        ),
+        ({}, 1 << 60, 40, ["", "", "40 may still begin"], Status.NOTE),
+    ],
+)
+def test_what_a_container_may_use_of_the_machine(
+    quotas: dict[str, float],
+    memory: int | None,
+    tasks: int | None,
+    values: list[str | None],
+    status: Status | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = {"quotas": quotas, "memory_left": memory, "tasks_left": tasks}
+    for name, value in limits.items():
+        monkeypatch.setattr(software.cgroup, name, lambda value=value: value)
+    said = {one.name: one for one in software.environment()}
+    cores, room_left, threads = values
+    assert said["cores"].value.endswith(cores or f"of {psutil.cpu_count()}")
+    assert room_left == said["memory"].value if room_left else "cgroup" not in said["memory"].value
+    if threads is None:
+        assert "threads" not in said
+    else:
+        assert said["threads"].value == f"{threads} by its cgroup"
+        assert (said["threads"].status, bool(said["threads"].next_step)) == (status, status is Status.NOTE)
 
 
 @pytest.mark.parametrize(("total", "status"), [(64 << 20, Status.NOTE), (8 << 30, Status.OK)])

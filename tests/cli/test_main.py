@@ -44,6 +44,12 @@ def test_light_commands_import_nothing_heavy(tmp_path: Path, arguments: str, sta
     assert done.stderr.splitlines()[-1] == f"{status} []", done.stderr
 
 
+def test_a_terminal_of_ascii_gets_no_traceback(tmp_path: Path) -> None:
+    done = run_python(CODE.format(arguments=["bench", "--help"]), cwd=tmp_path, PYTHONIOENCODING="ascii", COLUMNS="50")
+    assert done.stderr.splitlines()[-1] == "0 []", done.stderr
+    assert "?" in done.stdout  # for an ellipsis
+
+
 def test_the_doctor_asks_torch_only_where_it_may_find_a_gpu(tmp_path: Path) -> None:
     """Importing torch takes longer than all that the doctor does."""
     import torch

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -22,7 +23,7 @@ from tests.support.empty_cache import empty_cache
 from tests.support.source_tree import ROOT, run_python
 from uccl_ep_serving.cli.doctor import software
 from uccl_ep_serving.cli.main import app
-from uccl_ep_serving.cli.warm import progress
+from uccl_ep_serving.cli.warm import progress, workers
 from uccl_ep_serving.cli.warm.tasks import Kernels, Outcome, Task, all_groups
 from uccl_ep_serving.cli.warm.workers import results
 from uccl_ep_serving.native.groups import Group
@@ -124,6 +125,41 @@ def test_a_process_that_dies_is_named_and_the_others_go_on() -> None:
     assert found["dies"].cause == "the process that compiled it was ended by SIGABRT"
     assert found["ends"].cause == "the process that compiled it ended with status 3"
     assert found["lives"].outcome == Outcome()
+
+
+def test_where_no_more_processes_can_begin_those_that_did_go_on(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, begun = workers._Worker, []
+
+    def limited() -> object:
+        if len(begun) == most:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        begun.append(real())
+        return begun[-1]
+
+    monkeypatch.setattr(workers, "_Worker", limited)
+    most = 1
+    tasks = deque(Task("", name, nothing, ()) for name in "abc")
+    assert {one.task.name for one in results(tasks, 8, lambda _: None)} == {"a", "b", "c"}
+    most = 0
+    begun.clear()
+    assert warmed(warm_groups.small) == 1
+    assert "not compiled: first: no process can begin: Resource temporarily" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cores", "quotas", "memory", "jobs"),
+    [(64, {}, None, 64), (64, {"a": 3.5}, None, 3), (64, {}, 5 << 30, 5), (2, {"a": 0.5}, None, 1), (8, {}, 1000, 1)],
+)
+def test_as_many_processes_as_cores_and_memory_allow(
+    cores: int, quotas: dict[str, float], memory: int | None, jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(workers.cgroup, "quotas", lambda: quotas)
+    monkeypatch.setattr(workers.cgroup, "memory_left", lambda: memory)
+    monkeypatch.setattr(workers.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 40))
+    assert workers.most_jobs() == jobs
 
 
 def test_what_a_task_finds_to_do_is_done() -> None:

@@ -130,11 +130,21 @@ def test_what_is_said_not_to_be_loaded_is_not() -> None:
 
 
 @pytest.mark.parametrize(("before", "status"), [(["a"], pytest.ExitCode.OK), ([], pytest.ExitCode.NO_TESTS_COLLECTED)])
-def test_nothing_left_to_run_is_success(tmp_path: Path, before: list[str], status: pytest.ExitCode) -> None:
+@pytest.mark.parametrize("worker", [False, True])
+def test_nothing_left_to_run_is_success(
+    tmp_path: Path, before: list[str], status: pytest.ExitCode, worker: bool
+) -> None:
     for test in before:
         _report(Resume(tmp_path / FILE, writes=True), test, "passed", "passed", "passed")
     plugin = Resume(tmp_path / FILE, writes=True)
-    _left(plugin, *before)
+    if worker:
+        _left(one := Resume(tmp_path / FILE, writes=False), *before)
+        node: Any = SimpleNamespace(workeroutput={})
+        one.pytest_sessionfinish(SimpleNamespace(config=node))  # type: ignore[arg-type]
+        plugin.pytest_testnodedown(node)
+        plugin.pytest_testnodedown(SimpleNamespace())  # one that has crashed
+    else:
+        _left(plugin, *before)
     session: Any = SimpleNamespace(exitstatus=pytest.ExitCode.NO_TESTS_COLLECTED)
     plugin.pytest_sessionfinish(session)
     assert session.exitstatus == status

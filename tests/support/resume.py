@@ -14,7 +14,7 @@ import hashlib
 import json
 import subprocess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -39,6 +39,8 @@ NOT_LOADED = {
 
 #: Beside the notes, a node id a line: what the runs have collected, and what they have skipped.
 _WANTED, _SKIPPED = ".wanted", ".skipped"
+#: What a worker tells the controller.
+_LEFT_OUT = "left out"
 
 
 class Note(NamedTuple):
@@ -145,7 +147,14 @@ class Resume:
         with self._file.open("a") as file:
             file.write(json.dumps(Note(name, round(self._seconds[name], 3))) + "\n")
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """With pytest-xdist the workers collect, and the controller ends the run."""
+        self._left_out += getattr(node, "workeroutput", {}).get(_LEFT_OUT, 0)
+
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Nothing left to run is success."""
-        if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self._left_out:
+        if not self._writes:
+            session.config.workeroutput[_LEFT_OUT] = self._left_out  # type: ignore[attr-defined]
+        elif session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self._left_out:
             session.exitstatus = pytest.ExitCode.OK

@@ -7,6 +7,8 @@ nor an engine.
 from __future__ import annotations
 
 import importlib
+import io
+import sys
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -88,6 +90,9 @@ class _PassedOn(TyperCommand):
 def _add(name: str, module: str, summary: str) -> None:
     @app.command(name, cls=_PassedOn, short_help=summary)
     def command(context: typer.Context) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # None where who started this has closed it
+                stream.reconfigure(errors="replace")  # a terminal of ASCII shows a question mark, and no traceback
         program = importlib.import_module(f"uccl_ep_serving.cli.{module}").app
         program(args=context.args, prog_name=f"uccl-ep {name}")
 

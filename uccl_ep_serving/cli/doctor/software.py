@@ -21,8 +21,12 @@ from uccl_ep_serving.engines.versions import SGLANG, VLLM, Engine, Standing
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.native.cache import cache_directory, ours, read_directories
 from uccl_ep_serving.native.machine import check_executable
+from uccl_ep_serving.proxy import cgroup
 
 __all__ = ["engines", "environment", "package"]
+
+#: Threads that a worker of an engine may begin: torch and NumPy one each for every core, NCCL, the engine its own.
+_WORKER_TASKS = 512
 
 
 def installed(distribution: str) -> str | None:
@@ -78,11 +82,23 @@ def environment() -> Iterator[Finding]:
     else:
         step = "run on Linux: the proxies use memfd and Linux sockets"
         yield Finding("platform", machine, Status.PROBLEM, step)
-    cores = psutil.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0))
-    yield Finding("cores", f"{usable} usable of {cores}")
-    yield Finding("memory", f"{size(psutil.virtual_memory().available)} available")
+    yield from _shares()
     yield _compiled_code()
+
+
+def _shares() -> Iterator[Finding]:
+    """What of the machine this process may use."""
+    usable, shares = len(os.sched_getaffinity(0)), cgroup.quotas().values()
+    quota = f", for {min(shares):g} cores' worth of time by its cgroup" if shares else ""
+    yield Finding("cores", f"{usable} usable of {psutil.cpu_count() or 1}{quota}")
+    free, left = psutil.virtual_memory().available, cgroup.memory_left()
+    words = size(free) + " available" if left is None or left > free else size(left) + " available by its cgroup"
+    yield Finding("memory", words)
+    tasks = cgroup.tasks_left()
+    if tasks is None:
+        return
+    step = "raise the container's limit of processes (--pids-limit, podPidsLimit)" if tasks < _WORKER_TASKS else ""
+    yield Finding("threads", f"{tasks} may still begin by its cgroup", Status.NOTE if step else Status.OK, step)
 
 
 def _compiled_code() -> Finding:

@@ -21,7 +21,7 @@ def warm(
         list[str] | None,
         typer.Option(help=f"{', '.join(GPUS)}: compile for it, whatever is here; none: no GPU. Can be repeated."),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile; 0: as many as cores.")] = 0,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile; 0: for all cores, if memory allows.")] = 0,
     ranks: Annotated[int, typer.Option(help="EP ranks.")] = 8,
     node_ranks: Annotated[int, typer.Option(min=0, help="Ranks of a host; 0: all.")] = 0,
     experts: Annotated[int, typer.Option(help="Experts, redundant ones included.")] = 256,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from uccl_ep_serving.cli.doctor.findings import size
 from uccl_ep_serving.cli.warm.tasks import Kernels, Outcome, Task, all_groups, gpu_task, group_tasks
-from uccl_ep_serving.cli.warm.workers import results
+from uccl_ep_serving.cli.warm.workers import most_jobs, results
 from uccl_ep_serving.config import cache_wanted
 from uccl_ep_serving.native.cache import cache_directory
 from uccl_ep_serving.native.groups import Group
@@ -33,7 +32,7 @@ def run(
 
     Args:
         gpus: names of GPUs to compile for; "" = this machine's.
-        jobs: processes, 0 for as many as cores.
+        jobs: processes, 0 for as many as there are cores and memory for.
         groups: what is compiled for the CPU, an importable function.
     """
     started = time.monotonic()
@@ -51,7 +50,7 @@ def run(
             by_kind[task.kind].append(outcome)
     failed: list[str] = []
     with _Shown(console or Console(), tasks) as shown:
-        for result in results(tasks, jobs or len(os.sched_getaffinity(0)), shown.begin):
+        for result in results(tasks, jobs or most_jobs(), shown.begin):
             shown.end(result.task, result.outcome, result.seconds)
             if result.outcome is None:
                 failed.append(f"{result.task.name}: {result.cause}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import time
 from collections import deque
@@ -12,9 +13,15 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-from uccl_ep_serving.cli.warm.tasks import Outcome, Task
+import psutil
 
-__all__ = ["Result", "results"]
+from uccl_ep_serving.cli.warm.tasks import Outcome, Task
+from uccl_ep_serving.proxy import cgroup
+
+__all__ = ["Result", "most_jobs", "results"]
+
+#: More than one that compiles all kernels for sm_90 takes (measured: 632 MiB).
+_WORKER_MEMORY = 1 << 30
 
 
 class Result(NamedTuple):
@@ -30,6 +37,14 @@ class Result(NamedTuple):
     outcome: Outcome | None
     cause: str
     seconds: float
+
+
+def most_jobs() -> int:
+    """Processes that this machine, and the cgroup of this one, have cores and memory for."""
+    cores = min([len(os.sched_getaffinity(0)), *cgroup.quotas().values()])
+    free, left = psutil.virtual_memory().available, cgroup.memory_left()
+    memory = free if left is None else min(free, left)
+    return max(int(min(cores, memory / _WORKER_MEMORY)), 1)
 
 
 class _Worker:
@@ -78,7 +93,16 @@ def results(tasks: deque[Task], jobs: int, begun: Callable[[Task], None]) -> Ite
                 if worker is None:
                     if len(workers) == jobs:
                         break
-                    worker = _Worker()
+                    try:
+                        worker = _Worker()
+                    except OSError as error:  # those that are there do it
+                        if workers:
+                            jobs = len(workers)
+                            break
+                        step = "raise the limit of processes (ulimit -u, or the container's)"
+                        begun(task := tasks.popleft())
+                        yield Result(task, None, f"no process can begin: {error.strerror}; {step}", 0.0)
+                        continue
                     workers.append(worker)
                 task = tasks.popleft()
                 begun(task)
