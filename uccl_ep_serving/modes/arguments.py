@@ -51,13 +51,15 @@ def is_tensor(tensor: object, dtype: torch.dtype, shape: Sequence[int]) -> bool:
 
 
 def check_integer(name: str, value: object, least: int | None = None) -> int:
-    """``value``, of NumPy or not, as a plain integer, not below ``least``. Raises ConfigError."""
+    """``value``, of NumPy or not, as a plain integer of 64 bits, not below ``least``. Raises ConfigError."""
     try:
         integer = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ConfigError(f"{name} = {value!r} is no integer") from None
     if least is not None and integer < least:
         raise ConfigError(f"{name} = {integer} must be at least {least}")
+    if not -1 << 63 <= integer < 1 << 63:
+        raise ConfigError(f"{name} = {integer} does not fit in 64 bits")
     return integer
 
 
