@@ -219,7 +219,9 @@ def test_what_is_wrong_is_refused_by_name_and_the_buffer_goes_on(buffer: Buffer)
 
 
 @pytest.mark.parametrize("name", ["num_nvl_bytes", "num_rdma_bytes"])
-@pytest.mark.parametrize(("value", "words"), [("1", "'1' is no integer"), (-1, "-1 must be at least 0"), (1 << 70, ".* 64 bits")])
+@pytest.mark.parametrize(
+    ("value", "words"), [("1", "'1' is no integer"), (-1, "-1 must be at least 0"), (1 << 70, ".* 64 bits")]
+)
 def test_sizes_of_a_buffer_are_checked(name: str, value: object, words: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} = {words}"):
         Buffer(Alone(), **{name: value})  # type: ignore[arg-type]
