@@ -325,12 +325,18 @@ class ProxyService:
                 f"{self._process} and threads do not survive a fork. Create the buffer after the fork, or use spawn"
             )
 
+    @property
+    def death(self) -> str:
+        """Which thread ended without being asked to and of what, in words; "" while none has."""
+        return next(
+            (f"proxy {proxy} of rank {self._rank} ended: {why}" for proxy, why in list(self._deaths.items())), ""
+        )
+
     def _check_threads(self) -> None:
-        for proxy, death in list(self._deaths.items()):
+        for cause in list(self._deaths.values()):
             raise ProxyDied(
-                f"proxy {proxy} of rank {self._rank} ended: {death}. Nothing more is sent or received on its "
-                "streams; close the buffer and create a new one"
-            ) from death
+                f"{self.death}. Nothing more is sent or received on its streams; close the buffer and create a new one"
+            ) from cause
         if self._stopping:
             return
         for thread in self._threads:

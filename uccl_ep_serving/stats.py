@@ -2,7 +2,7 @@
 
 Engines kill their workers with SIGKILL and segments have no names, so nothing can be read after the fact: each Buffer
 answers while it lives, on an abstract Unix socket ``@uccl_ep.<uid>.<pid>.<n>``. Abstract sockets leave no file behind;
-the peer's user is checked by the kernel's credentials (SO_PEERCRED), as a file of mode 0600 would.
+each side checks the other's user by the kernel's credentials (SO_PEERCRED), as a file of mode 0600 would.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import re
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +29,15 @@ import numpy.typing as npt
 from .errors import TransportError
 from .native.background import start_thread
 
-__all__ = ["OPERATIONS", "LiveServer", "OperationLog", "query", "serving_processes"]
+__all__ = ["OPERATIONS", "LiveServer", "OperationLog", "Reading", "Served", "query", "read", "served"]
 
 OPERATIONS = ("ll_dispatch", "ll_combine", "normal_dispatch", "normal_combine")
 
 #: Durations kept per operation for the percentiles; older ones are overwritten.
 _KEPT = 8192
+
+#: How the names of the sockets begin.
+_NAME = "uccl_ep"
 
 _log = logging.getLogger("uccl_ep_serving.stats")
 _numbers = itertools.count()
@@ -73,9 +77,11 @@ class OperationLog:
         result: dict[str, dict[str, float]] = {}
         for op, counts in self._counts.items():
             kept = self._durations[op][: min(counts["count"], _KEPT)]
-            p50, p99 = np.percentile(kept, (50, 99)) / 1000 if len(kept) else (0.0, 0.0)
-            times = {"total_us": self._total[op] / 1000, "p50_us": float(p50), "p99_us": float(p99)}
-            result[op] = {**counts, **{name: round(value, 1) for name, value in times.items()}}
+            # np.percentile imports a part of NumPy when it is first called, for which a descriptor may be missing
+            ordered = np.sort(kept) if len(kept) else np.zeros(1, dtype=np.int64)
+            p50, p99 = (int(ordered[round(share * (len(ordered) - 1))]) for share in (0.5, 0.99))
+            times = {"total_us": self._total[op], "p50_us": p50, "p99_us": p99}
+            result[op] = {**counts, **{name: round(value / 1000, 1) for name, value in times.items()}}
         return result
 
 
@@ -98,6 +104,8 @@ class LiveServer:
         self._closing = threading.Event()
         with contextlib.ExitStack() as undo:
             try:
+                #: A descriptor. Writer: the thread that serves, until it has ended.
+                self._spare: IO[bytes] | None = undo.enter_context(open(os.devnull, "rb"))
                 self._socket = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 self.name = self._bind()
                 self._socket.listen(8)
@@ -114,7 +122,7 @@ class LiveServer:
     def _bind(self) -> str:
         """Containers that share a network namespace but not their process ids may want the same name: take the next."""
         while True:
-            name = f"uccl_ep.{os.getuid()}.{os.getpid()}.{next(_numbers)}"
+            name = Served(os.getuid(), os.getpid(), next(_numbers)).name
             try:
                 self._socket.bind("\0" + name)
                 return name
@@ -122,14 +130,28 @@ class LiveServer:
                 if error.errno != errno.EADDRINUSE:
                     raise
 
+    def _accept(self) -> socket.socket:
+        """Wait for a reader. Where there is no descriptor for it, one that was kept gives its place: the counters are
+        needed most when something is wrong."""
+        if self._spare is None:
+            with contextlib.suppress(OSError):
+                self._spare = open(os.devnull, "rb")  # noqa: SIM115
+        try:
+            return self._socket.accept()[0]
+        except OSError as error:
+            if error.errno != errno.EMFILE or self._spare is None:
+                raise
+        self._spare.close()
+        self._spare = None
+        return self._socket.accept()[0]
+
     def _serve(self) -> None:
         while not self._closing.is_set():
             try:
-                connection, _ = self._socket.accept()
+                connection = self._accept()
             except OSError as error:
                 if self._closing.is_set():
                     return
-                # out of descriptors, for example: the counters are needed most when something is wrong
                 _log.warning("the live counters are not served for a second: %s", error)
                 self._closing.wait(1.0)
                 continue
@@ -138,9 +160,10 @@ class LiveServer:
                     connection.settimeout(2.0)
                     if _credentials_of(connection)[1] in (os.getuid(), 0):
                         connection.sendall(json.dumps(self._snapshot()).encode())
+                except OSError as error:  # the reader has gone
+                    _log.debug("a reader of the live counters was not served: %s", error)
                 except Exception as error:
-                    # Whatever a reader does, the counters keep being served.
-                    _log.warning("a reader of the live counters was not served: %s", error)
+                    _log.warning("the live counters could not be read", exc_info=error)
 
     def close(self) -> None:
         """Stop serving. May be called twice."""
@@ -151,37 +174,88 @@ class LiveServer:
         self._socket.close()
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)
+        if self._spare is not None:
+            self._spare.close()
 
 
-def serving_processes() -> list[int]:
-    """Processes of this user that have an open Buffer in this network namespace, in ascending order."""
-    found = re.findall(rf"@uccl_ep\.{os.getuid()}\.(\d+)\.\d+$", Path("/proc/net/unix").read_text(), re.MULTILINE)
-    return sorted({int(pid) for pid in found})
+class Served(NamedTuple):
+    """An open Buffer that serves its counters, by the name of its socket.
+
+    Attributes:
+        user, pid: of its process, as that sees itself; a container may count processes from 1.
+        number: of the Buffer in its process; a later one has a higher one.
+    """
+
+    user: int
+    pid: int
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Of the abstract socket."""
+        return f"{_NAME}.{self.user}.{self.pid}.{self.number}"
+
+
+class Reading(NamedTuple):
+    """What a Buffer answered.
+
+    Attributes:
+        pid: of its process as this one counts; 0 where that is not to be seen from here.
+        counters: its ``Buffer.stats()``; None when it did not answer in time.
+    """
+
+    pid: int
+    counters: dict[str, Any] | None
+
+
+def served() -> list[Served]:
+    """Open Buffers of this user in this network namespace, those of all users for root; oldest last of a process."""
+    names = re.findall(rf"@{_NAME}\.(\d+)\.(\d+)\.(\d+)$", Path("/proc/net/unix").read_text(), re.MULTILINE)
+    found = {Served(*map(int, words)) for words in names}
+    return sorted(one for one in found if os.getuid() in (0, one.user))
+
+
+def read(one: Served, timeout: float = 2.0) -> Reading | None:
+    """Counters of a Buffer, within ``timeout`` seconds; None when it has closed, or when another user has its name."""
+    pid, received = one.pid, []
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout)
+            connection.connect("\0" + one.name)
+            pid, user, _ = _credentials_of(connection)
+            if user != one.user:
+                return None
+            until = time.monotonic() + timeout
+            while part := connection.recv(1 << 20):
+                received.append(part)
+                connection.settimeout(max(until - time.monotonic(), 0.01))
+        return Reading(pid, json.loads(b"".join(received))) if received else None
+    except (TimeoutError, BlockingIOError):  # the latter where too many wait for an answer already
+        return Reading(pid, None)
+    except (OSError, ValueError):
+        return None  # it is about to close
 
 
 def query(pid: int, timeout: float = 2.0) -> list[dict[str, Any]]:
     """Counters of all open Buffers of process ``pid`` in this network namespace, oldest first; [] when it has none.
 
-    Raises OSError when a socket is there but does not answer within ``timeout`` seconds.
+    Raises TimeoutError when one does not answer within ``timeout`` seconds.
     """
-    pattern = re.compile(rf"@(uccl_ep\.\d+\.{pid}\.(\d+))$", re.MULTILINE)
-    names = dict(pattern.findall(Path("/proc/net/unix").read_text()))
-    result = []
-    for name in sorted(names, key=lambda one: int(names[one])):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(timeout)
-            connection.connect("\0" + name)
-            if _credentials_of(connection)[0] != pid:
-                continue  # another process took the name
-            document = b"".join(iter(lambda c=connection: c.recv(65536), b""))  # type: ignore[misc]
-        if document:
-            result.append(json.loads(document))
-    return result
+    found = []
+    for one in served():
+        if one.pid != pid or (reading := read(one, timeout)) is None or reading.pid != pid:
+            continue  # closed, or of another process, which counts from 1 as well
+        if reading.counters is None:
+            raise TimeoutError(f"process {pid} does not say its live counters within {timeout:g} s")
+        found.append(reading.counters)
+    return found
 
 
 def _close_in_child() -> None:
     for server in list(_open_servers):
         server._socket.close()
+        if server._spare is not None:
+            server._spare.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

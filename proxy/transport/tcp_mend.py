@@ -49,6 +49,8 @@ _OBEY_SECONDS = 0.5
 #: Pauses in which it is waited for, before that time is over and after.
 _OBEY_PAUSES = (0.0001, 0.02)
 _TICK_SECONDS = 0.05
+#: That nobody can be let in is told once in so long.
+_QUIET_SECONDS = 60.0
 #: Time in which this process did not run is no time in which a peer could have answered.
 _STOOD_STILL_SECONDS = 0.5
 
@@ -100,6 +102,8 @@ class Mender(TcpTalks):
         self._broke: dict[Key, float] = {}
         #: When each was connected again last, a ``time.monotonic()`` instant.
         self._mended: dict[Key, float] = {}
+        #: That nobody could be let in is not told before, a ``time.monotonic()`` instant.
+        self._quiet_until = 0.0
         self._stopping = False
         with contextlib.ExitStack() as undo:
             undo.callback(self.selector.close)
@@ -177,7 +181,10 @@ class Mender(TcpTalks):
         try:
             self.answer()
         except TransportError as error:
-            _log.warning("%s", error)
+            now = time.monotonic()
+            if now >= self._quiet_until:
+                self._quiet_until = now + _QUIET_SECONDS
+                _log.warning("%s", error)
             time.sleep(_TICK_SECONDS)  # who waits is still there, and others need the processor
 
     def _address(self, key: Key) -> int:

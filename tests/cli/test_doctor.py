@@ -366,7 +366,7 @@ class TestOpenFiles:
         from uccl_ep_serving.config import Settings
 
         settings = Settings(proxies=2, channels=2, tcp_connections=4)
-        assert limits.files_of_a_rank(2, settings) == 1 + 8 + 8 + 8
+        assert limits.files_of_a_rank(2, settings) == 1 + 8 + 8 + 9
         # each further rank: its control connection and its data connections
         assert limits.files_of_a_rank(32, settings) - limits.files_of_a_rank(31, settings) == 9
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,21 +15,27 @@ from typer.testing import CliRunner
 
 from uccl_ep_serving.cli import top
 from uccl_ep_serving.cli.main import app
-from uccl_ep_serving.stats import LiveServer, serving_processes
+from uccl_ep_serving.stats import LiveServer, Reading, Served, served
+
+ONE = Served(0, 7, 0)
 
 
 def counters(factor: int = 1, **changes: Any) -> dict[str, Any]:
     return {
         "rank": 1,
         "world": 4,
-        "epoch": 2,
+        "opened": 1000.0,
+        "state": "ok",
+        "why": "",
+        "running": None,
+        "waits_for": None,
+        "waits": {"samples": 100 * factor, "by_peer": {}},
         "masked": [],
         "lost": [],
         "transport_by_peer": {"0": "direct", "2": "shm", "3": "shm"},
         "bytes_sent": 3_000_000 * factor,
+        "bytes_received": 5_000_000 * factor,
         "messages_sent": 40 * factor,
-        "writes": 60 * factor,
-        "messages_received": 50 * factor,
         "ring_depth": 3,
         "queue_depth": 4,
         "writes_in_flight": 5,
@@ -44,60 +53,110 @@ def counters(factor: int = 1, **changes: Any) -> dict[str, Any]:
     }
 
 
-def cells(now: dict[Any, Any], before: dict[Any, Any], which: int = 0) -> list[list[Any]]:
-    """Rows of the Buffers, or with 1 of their operations; over two seconds."""
-    shown = top.tables(now, before, 2.0)[which]
-    return [list(row) for row in zip(*(column.cells for column in shown.columns), strict=True)]
+Given = dict[str, Any] | None
+
+
+def shown(now: Given, before: Given = None, begun: Given = None) -> list[Any]:
+    """The picture of one Buffer that answers ``now``, two seconds after ``before``."""
+    earlier = {ONE: Reading(7, before)} if before else {}
+    first = {ONE: Reading(7, begun)} if begun else None
+    return top.picture({ONE: Reading(7, now)}, earlier, 2.0, first)
+
+
+def cells(table: Any) -> list[list[str]]:
+    return [list(map(str, row)) for row in zip(*(column.cells for column in table.columns), strict=True)]
 
 
 def test_rates_are_differences() -> None:
-    readings = {(7, 0): counters(3)}, {(7, 0): counters(1)}
-    assert cells(*readings) == [["7", "1 of 4", "1 direct; 2 shm", "3.0", "40", "60", "50", "7", "5"]]
-    assert cells(*readings, 1) == [["7", "1 of 4", "ll_dispatch", "100", "6,400", "12,000", "80", "200"]]
+    buffers, operations = shown(counters(3), counters(1))
+    assert cells(buffers) == [["7", "1 of 4", "ok", "1 direct; 2 shm", "3.0", "5.0", "40", "7", "5", ""]]
+    assert cells(operations) == [["7", "1 of 4", "ll_dispatch", "100", "6,400", "12,000", "80", "200"]]
 
 
-@pytest.mark.parametrize("before", [{}, {(7, 0): counters(5, rank=0)}, {(7, 0): counters(5, epoch=1)}])
-def test_what_was_not_there_before_counts_from_its_start(before: dict[Any, Any]) -> None:
-    (row,) = cells({(7, 0): counters(1)}, before)
-    assert row[4] == "20"
+@pytest.mark.parametrize("before", [None, counters(5, opened=999.0)])
+def test_what_was_not_there_before_counts_from_its_start(before: Given) -> None:
+    (row,) = cells(shown(counters(1), before)[0])
+    assert row[6] == "20"
 
 
-def test_who_is_missing_is_said() -> None:
-    (row,) = cells({(7, 0): counters(masked=[3], lost=[0, 2])}, {})
-    assert row[2] == "1 direct; 2 shm; masked 3; lost 0, 2"
+def test_rates_go_on_over_an_epoch() -> None:
+    (row,) = cells(shown(counters(3, epoch=2), counters(1, epoch=1))[0])
+    assert row[6] == "40"
+
+
+def test_who_is_missing_is_said_and_counts_as_no_peer() -> None:
+    buffers, _, trouble = shown(counters(masked=[3], lost=[0, 2], state="lost", why="rank 2: its process ended"))
+    (row,) = cells(buffers)
+    assert row[2:4] == ["lost", "masked 3; lost 0, 2"]
+    assert trouble == "rank 1, process 7: lost: rank 2: its process ended"
+
+
+def test_a_rank_whose_windows_are_built_is_not_alone() -> None:
+    building = {"rank": 0, "world": 3, "opened": 1.0, "state": "rebuilding", "ops": {}}
+    assert cells(shown(building)[0])[0][2:4] == ["rebuilding", "-"]
 
 
 def test_a_buffer_without_peers_or_proxies_has_a_line() -> None:
-    alone = {(7, 0): {"rank": 0, "world": 1, "epoch": 0, "transport_by_peer": {}, "ops": {}}}
-    assert cells(alone, {}) == [["7", "0 of 1", "alone", *"------"]]
-    assert cells(alone, {}, 1) == []
+    alone = {"rank": 0, "world": 1, "opened": 1.0, "transport_by_peer": {}, "ops": {}}
+    buffers, operations = shown(alone)
+    assert cells(buffers) == [["7", "0 of 1", "ok", "alone", *"-----", ""]]
+    assert cells(operations) == []
 
 
 def test_what_kernels_write_themselves_is_not_said_to_be_nothing() -> None:
     """Proxies have counted 0 there, whatever moved: what is known of it are tokens and rows."""
-    silent = dict.fromkeys(("bytes_sent", "messages_sent", "writes", "messages_received", "ring_depth"), 0)
+    silent = dict.fromkeys(("bytes_sent", "bytes_received", "messages_sent", "ring_depth"), 0)
     direct = counters(1, transport_by_peer={"0": "direct", "2": "direct"}, **silent)
-    (row,) = cells({(7, 0): direct}, {})
-    assert row[3:9] == ["-"] * 6
-    assert cells({(7, 0): direct}, {}, 1)[0][4:6] == ["3,200", "6,000"]
+    buffers, operations = shown(direct)
+    assert cells(buffers)[0][4:9] == ["-"] * 5
+    assert cells(operations)[0][4:6] == ["3,200", "6,000"]
     one_over_tcp = {**direct, "transport_by_peer": {"0": "direct", "2": "tcp"}}
-    (row,) = cells({(7, 0): one_over_tcp}, {})
-    assert row[3:7] == ["0.0", "0", "0", "0"]
+    assert cells(shown(one_over_tcp)[0])[0][4:7] == ["0.0", "0.0", "0"]
 
 
 def test_rows_that_the_host_does_not_know_are_left_out() -> None:
     on_a_gpu = {"ll_dispatch": {"count": 4, "tokens": 512, "rows": 0, "p50_us": 9.0, "p99_us": 10.0}}
-    (row,) = cells({(7, 0): counters(1, ops=on_a_gpu)}, {}, 1)
-    assert row[2:] == ["ll_dispatch", "2", "256", "-", "9", "10"]
-    caption = str(top.tables({(7, 0): counters(1)}, {}, 1.0)[1].caption)
-    assert "on a GPU the host's part alone" in caption
-    assert "through proxies" in caption
+    operations = shown(counters(1, ops=on_a_gpu))[1]
+    assert cells(operations)[0][2:] == ["ll_dispatch", "2", "256", "-", "9", "10"]
+    assert "on a GPU the host's part alone" in operations.caption
+    assert "through proxies" in operations.caption
+
+
+def test_an_operation_that_is_not_called_has_no_line_where_pictures_follow() -> None:
+    """Its percentiles may be hours old."""
+    assert cells(shown(counters(2), counters(2), counters(1))[1]) == []
+    assert cells(shown(counters(2), counters(2))[1])[0][3] == "0"
+
+
+def test_a_straggler_is_named_by_those_that_wait_for_it() -> None:
+    begun, now = ({"samples": count, "by_peer": {"0": 5, "3": most}} for count, most in ((100, 50), (120, 68)))
+    (row,) = cells(shown(counters(2, waits=now), counters(1), counters(1, waits=begun))[0])
+    assert row[9] == "rank 3 (90%)"
+    (row,) = cells(shown(counters(2, waits=now))[0])
+    assert row[9] == "rank 3 (57%)"
+    running = {"call": "low_latency_combine", "seconds": 4.2}
+    pending = {"peer": 0, "phase": "low-latency combine", "channel": 1, "arrived": 0, "expected": 1}
+    (row,) = cells(shown(counters(2, running=running, waits_for=pending, waits=now))[0])
+    assert row[9] == "rank 0, for 4 s"
+
+
+def test_a_process_that_does_not_answer_is_shown_and_looked_at() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        for stop, words in ((False, "py-spy dump --pid"), (True, "its process is stopped. Next step: kill -CONT")):
+            if stop:
+                process.send_signal(signal.SIGSTOP)
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            buffers, _, trouble = top.picture({ONE: Reading(process.pid, None)}, {}, 1.0)
+            assert cells(buffers)[0][:3] == [str(process.pid), "-", "silent"]
+            assert f"process {process.pid}: it does not answer" in trouble
+            assert f"{words} " in trouble
+        process.kill()
 
 
 def test_open_buffers_are_found_and_shown() -> None:
     server = LiveServer(lambda: counters(1))
     try:
-        assert os.getpid() in serving_processes()
+        assert os.getpid() in [one.pid for one in served()]
         shown = CliRunner().invoke(
             app, ["top", "--once", "--interval", "0.1", "--pid", str(os.getpid())], env={"COLUMNS": "200"}
         )
@@ -109,7 +168,7 @@ def test_open_buffers_are_found_and_shown() -> None:
         assert json.loads(plain.output) == [counters(1)]
     finally:
         server.close()
-    assert os.getpid() not in serving_processes()
+    assert os.getpid() not in [one.pid for one in served()]
 
 
 def test_nothing_to_show_is_said_and_is_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +188,7 @@ def test_it_shows_something_early_and_ends_with_ctrl_c(monkeypatch: pytest.Monke
             raise KeyboardInterrupt
 
     monkeypatch.setattr(top.time, "sleep", sleep)
-    monkeypatch.setattr(top, "wide_console", lambda: Console(file=open(os.devnull, "w")))  # noqa: SIM115
-    assert top.run([999999999], 4.0, once=False, as_json=False) == 0
+    monkeypatch.setattr(top, "wide_console", lambda: Console(file=open(os.devnull, "w"), force_terminal=True))  # noqa: SIM115
+    assert top.run([999999999], [], 4.0, once=False, as_json=False) == 0
     assert pauses[0] < 0.5
     assert pauses[1:] == [4.0, 4.0]

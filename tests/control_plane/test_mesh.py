@@ -209,6 +209,7 @@ def test_an_error_that_nobody_foresaw_loses_its_peer_and_no_other(caplog: pytest
     others = [(b"0", []), (b"", []), (b"2", [])]
     assert in_threads(3, body) == [others, None, others]
     assert "rank 0 lost rank 1: its control connection ended (KeyError: 17: down)" in caplog.text
+    assert "rank 0: the group goes on without rank 1: " in caplog.text
 
 
 @pytest.mark.parametrize("tcp", [False, True])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import logging
+import logging.config
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from uccl_ep_serving.data_plane.window_sizes import normal_plan
 from uccl_ep_serving.engines.memory_budget import MoeShape, memory_budget
+from uccl_ep_serving.engines.sglang import buffer as sglang_buffer
 from uccl_ep_serving.errors import ConfigError
 
 pytestmark = pytest.mark.engine
@@ -20,6 +23,25 @@ InEngine = Callable[..., Any]
 
 TOKENS = 2048  # twice what the engine asserts
 SHAPE = MoeShape(hidden=128, experts=8, topk=2, intermediate=64)
+
+
+def test_a_logging_configuration_of_sglang_does_not_silence_us() -> None:
+    """SGLang's workers load plugins first, and configure the log then, as its file says."""
+    ours, below = logging.getLogger("uccl_ep_serving"), logging.getLogger("uccl_ep_serving.control_plane.links")
+    other = logging.getLogger("another.library")
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    try:
+        logging.config.dictConfig({"version": 1, "root": {"level": "INFO"}})
+        assert all(one.disabled for one in (ours, below, other)), "what SGLANG_LOGGING_CONFIG_PATH does"
+        sglang_buffer._enable_log()
+        assert [one.disabled for one in (ours, below, other)] == [False, False, True]
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers
+        for logger in logging.root.manager.loggerDict.values():
+            if isinstance(logger, logging.Logger):
+                logger.disabled = False
 
 
 def engine_open_rank(rank: int, ranks: int, rendezvous: str, tokens: int, mode: str, dtype: str) -> dict[str, Any]:

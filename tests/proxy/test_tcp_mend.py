@@ -9,6 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from tests.support.tcp_peers import (
 )
 from tests.support.tcp_relay import Relay, garbler, relays
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.errors import TransportError
 from uccl_ep_serving.protocol import frame, handshake
 from uccl_ep_serving.protocol.frame import Verdict
 from uccl_ep_serving.protocol.imm import Immediate, encode
@@ -478,6 +481,21 @@ def test_each_descriptor_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None
             endpoint.close()
     assert closed
     assert len(closed) == len(set(closed))
+
+
+def test_that_nobody_can_be_let_in_is_told_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full() -> None:
+        raise TransportError("no descriptor", device="tcp", errno=24)
+
+    now = [0.0]
+    monkeypatch.setattr(tcp_mend, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None))
+    mender: Any = SimpleNamespace(answer=full, _quiet_until=0.0)
+    for second in range(120):
+        now[0] = float(second)
+        tcp_mend.Mender._let_in(mender)
+    assert [record.getMessage() for record in caplog.records] == ["no descriptor"] * 2
 
 
 def test_closing_waits_for_nothing_that_broke() -> None:

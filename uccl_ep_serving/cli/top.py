@@ -10,132 +10,207 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
+import psutil
 import typer
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from uccl_ep_serving.cli.console import wide_console
 from uccl_ep_serving.proxy.transport.select import DIRECT
-from uccl_ep_serving.stats import query, serving_processes
+from uccl_ep_serving.stats import Reading, Served, read, served
 
-__all__ = ["app", "read_all", "run", "tables"]
+__all__ = ["app", "is_well", "picture", "read_all", "run"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 Counters = Mapping[str, Any]
-#: Which Buffer: its process, and how many that had opened before it and are open still.
-Key = tuple[int, int]
 
-_BUFFERS = ("pid", "rank", "peers", "MB/s sent", "messages/s", "writes/s", "received/s", "waiting", "in flight")
-_OPERATIONS = ("pid", "rank", "operation", "calls/s", "tokens/s", "rows/s", "p50 us", "p99 us")
-#: What proxies count; kernels that write a peer's window themselves count nothing of it.
-_PROXIED = ("messages_sent", "writes", "messages_received")
-_CAPTION = (
-    "MB/s, messages, writes, received, waiting and in flight: of peers that are reached through proxies; - = none is, "
-    "kernels write every window themselves. Tokens: given; rows: sent to other ranks, - where the host does not know "
-    "them, as in low latency on a GPU; p50 and p99: inside the latest calls, on a GPU the host's part alone."
+_BUFFERS = (
+    *("pid", "rank", "state", "peers", "MB/s sent", "MB/s received", "messages/s", "waiting", "in flight"),
+    "waits for",
 )
+_OPERATIONS = ("pid", "rank", "operation", "calls/s", "tokens/s", "rows/s", "p50 us", "p99 us")
+_CAPTION = (
+    "MB/s, messages, waiting and in flight: of peers that are reached through proxies; - = none is, kernels write "
+    "every window. Waits for: the rank that this one was found waiting for most, and in which part of the time; a "
+    "straggler waits for nobody, and its own calls are short. Tokens: given; rows: sent to other ranks, - where the "
+    "host does not know them, as in low latency on a GPU; p50 and p99: inside the latest calls, on a GPU the host's "
+    "part alone. What a captured graph replays is no call."
+)
+#: States in which a rank goes on (data_plane/standing.py).
+_WELL = ("ok", "rebuilding", "stale", "closed")
+#: The part of the samples from which waiting for one rank is told.
+_TELLING = 0.1
 #: Seconds until the first picture, whose rates are over so many: nobody waits a whole interval before anything is seen.
 _FIRST_PICTURE = 0.25
 _NOTHING = "no open Buffer of this user in this network namespace"
 
 
-def read_all(pids: Sequence[int] = ()) -> dict[Key, Counters]:
-    """Counters of every open Buffer, of these processes or of all. A process that ends meanwhile has none."""
-    found: dict[Key, Counters] = {}
-    for pid in pids or serving_processes():
-        with contextlib.suppress(OSError, ValueError):
-            found |= {(pid, number): counters for number, counters in enumerate(query(pid))}
-    return found
+def read_all(pids: Sequence[int] = (), ranks: Sequence[int] = ()) -> dict[Served, Reading]:
+    """What every open Buffer answers, of these processes and ranks or of all, all asked at once."""
+    there = served()
+    with ThreadPoolExecutor(max(len(there), 1)) as readers:
+        readings = dict(zip(there, readers.map(read, there), strict=True))
+    return {
+        one: reading
+        for one, reading in readings.items()
+        if reading is not None
+        and (not pids or {one.pid, reading.pid} & set(pids))
+        and (not ranks or reading.counters is None or reading.counters.get("rank") in ranks)
+    }
+
+
+def is_well(reading: Reading) -> bool:
+    """Whether a Buffer answers and goes on."""
+    return reading.counters is not None and reading.counters.get("state", "ok") in _WELL
+
+
+def _silence(pid: int) -> str:
+    """Why a process does not answer, as far as the system knows."""
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.Error:
+        return "it does not answer"
+    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        return f"it does not answer: its process is stopped. Next step: kill -CONT {pid}"
+    step = f"Next step: look where it is (py-spy dump --pid {pid})"
+    return f"it does not answer: its process ({status}) holds the interpreter's lock, or gets no core. {step}"
 
 
 def _peers(counters: Counters) -> str:
     """How many peers are reached which way, and who is missing."""
+    missing = {str(rank) for state in ("masked", "lost") for rank in counters.get(state, ())}
     ways: dict[str, int] = {}
-    for way in counters.get("transport_by_peer", {}).values():
-        ways[way] = ways.get(way, 0) + 1
-    words = [f"{count} {way}" for way, count in sorted(ways.items())] or ["alone"]
+    for peer, way in counters.get("transport_by_peer", {}).items():
+        ways[way] = ways.get(way, 0) + (peer not in missing)
+    words = [f"{count} {way}" for way, count in sorted(ways.items()) if count]
     words += [f"{state} {', '.join(map(str, ranks))}" for state in ("masked", "lost") if (ranks := counters.get(state))]
-    return "; ".join(words)
+    return "; ".join(words) or ("alone" if counters.get("world") == 1 else "-")
 
 
 def _rate(name: str, now: Counters, before: Counters, seconds: float) -> float:
     return float(max(now.get(name, 0) - before.get(name, 0), 0)) / seconds
 
 
-def _operations(now: Counters, before: Counters, seconds: float) -> Iterator[list[str]]:
-    """Of every operation that has been called: rates, and percentiles over its latest calls."""
+def _operations(now: Counters, before: Counters, seconds: float, idle: bool) -> Iterator[list[str]]:
+    """Of every operation that was called meanwhile, or with ``idle`` ever: rates, and percentiles over its latest
+    calls."""
     for name, one in now.get("ops", {}).items():
-        if one["count"]:
-            earlier = before.get("ops", {}).get(name, {})
+        earlier = before.get("ops", {}).get(name, {})
+        if one["count"] > (0 if idle else earlier.get("count", 0)):
             rates = [f"{_rate('count', one, earlier, seconds):,.0f}"]
             rates += [f"{_rate(what, one, earlier, seconds):,.0f}" if one[what] else "-" for what in ("tokens", "rows")]
             yield [name, *rates, f"{one['p50_us']:,.0f}", f"{one['p99_us']:,.0f}"]
 
 
 def _proxied(now: Counters, before: Counters, seconds: float) -> Iterator[str]:
-    """What goes through proxies: four rates, then what waits and what is in flight now."""
+    """What goes through proxies: three rates, then what waits and what is in flight now."""
     if all(way == DIRECT for way in now.get("transport_by_peer", {}).values()):
-        yield from "-" * (len(_PROXIED) + 3)
+        yield from "-" * 5
         return
-    yield f"{_rate('bytes_sent', now, before, seconds) / 1e6:,.1f}"
-    for name in _PROXIED:
-        yield f"{_rate(name, now, before, seconds):,.0f}"
+    for name in ("bytes_sent", "bytes_received"):
+        yield f"{_rate(name, now, before, seconds) / 1e6:,.1f}"
+    yield f"{_rate('messages_sent', now, before, seconds):,.0f}"
     yield f"{now.get('ring_depth', 0) + now.get('queue_depth', 0):,}"
     yield f"{now.get('writes_in_flight', 0):,}"
 
 
-def tables(now: Mapping[Key, Counters], before: Mapping[Key, Counters], seconds: float) -> tuple[Table, Table]:
-    """A line for each Buffer of ``now``, and one for each operation that it has been called for.
+def _waits(now: Counters, before: Counters) -> str:
+    """For whom a rank waits, or has been found waiting most since ``before``."""
+    running, pending = now.get("running"), now.get("waits_for")
+    if running and pending and running["seconds"] > 1:
+        return f"rank {pending['peer']}, for {running['seconds']:.0f} s"
+    samples = now.get("waits", {}).get("samples", 0) - before.get("waits", {}).get("samples", 0)
+    if samples <= 0:
+        return ""
+    earlier = before.get("waits", {}).get("by_peer", {})
+    shares = {peer: (count - earlier.get(peer, 0)) / samples for peer, count in now["waits"]["by_peer"].items()}
+    peer = max(shares, key=shares.__getitem__, default=None)
+    return f"rank {peer} ({shares[peer]:.0%})" if peer is not None and shares[peer] >= _TELLING else ""
+
+
+def _same(one: Served, counters: Counters, readings: Mapping[Served, Reading]) -> Counters:
+    """What the same Buffer answered earlier, {} where it is not in that reading."""
+    earlier = readings[one].counters if one in readings else None
+    return earlier if earlier is not None and earlier.get("opened") == counters.get("opened") else {}
+
+
+def picture(
+    now: Mapping[Served, Reading],
+    before: Mapping[Served, Reading],
+    seconds: float,
+    begun: Mapping[Served, Reading] | None = None,
+) -> list[RenderableType]:
+    """A table with a line for each Buffer of ``now``, one with a line for each operation that it was called for, and a
+    sentence for each that does not go on.
 
     Args:
-        before: an earlier reading. A Buffer that is not in it, or has another rank there, is counted from its start.
+        before: an earlier reading. A Buffer that is not in it is counted from its start.
         seconds: between the two.
+        begun: the first reading of several: for whom a rank waits is counted from there, and operations that were not
+            called since ``before`` are left out. Without one, all is shown.
     """
     buffers = Table(*_BUFFERS, title=f"rates over {seconds:.1f} s", title_justify="left")
     operations = Table(*_OPERATIONS, caption_justify="left")
-    for column in buffers.columns[3:] + operations.columns[3:]:
+    for column in buffers.columns[4:9] + operations.columns[3:]:
         column.justify = "right"
-    for key, counters in now.items():
-        earlier = before.get(key, {})
-        if any(earlier.get(name) != counters.get(name) for name in ("rank", "world", "epoch")):
-            earlier = {}
-        who = str(key[0]), f"{counters.get('rank')} of {counters.get('world')}"
-        buffers.add_row(*who, _peers(counters), *_proxied(counters, earlier, seconds))
-        for one in _operations(counters, earlier, seconds):
-            operations.add_row(*who, *one)
+    troubles = []
+    for one, (pid, counters) in now.items():
+        shown = str(pid or one.pid)
+        if counters is None:
+            buffers.add_row(shown, "-", Text("silent", "red"))
+            troubles.append(f"process {shown}: {_silence(pid)}")
+            continue
+        earlier, first = _same(one, counters, before), _same(one, counters, begun or {})
+        who, state = (shown, f"{counters.get('rank')} of {counters.get('world')}"), counters.get("state", "ok")
+        if why := counters.get("why"):
+            troubles.append(f"rank {counters.get('rank')}, process {shown}: {state}: {why}")
+        well = is_well(now[one])
+        cells = _peers(counters), *_proxied(counters, earlier, seconds), _waits(counters, first)
+        buffers.add_row(*who, Text(state, "" if well else "red"), *cells)
+        for line in _operations(counters, earlier, seconds, begun is None):
+            operations.add_row(*who, *line)
     operations.caption = _CAPTION if now else _NOTHING
-    return buffers, operations
+    return [buffers, operations, *troubles]
 
 
 @app.command()
 def command(
     pid: Annotated[list[int] | None, typer.Option(help="Only of this process; may be given several times.")] = None,
+    rank: Annotated[list[int] | None, typer.Option(help="Only of this EP rank; may be given several times.")] = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the counters once, as they are.")] = False,
 ) -> None:
-    """Show what the open Buffers of this machine's processes are doing: rates, queues, p50 and p99 of operations."""
-    raise typer.Exit(run(pid or [], interval, once, as_json))
+    """Show what the open Buffers of this machine's processes are doing: rates, queues, p50 and p99 of operations.
+
+    With --once or --json, exit status 1 when there is none, 2 when one does not answer or cannot go on.
+    """
+    raise typer.Exit(run(pid or [], rank or [], interval, once, as_json))
 
 
-def run(pids: Sequence[int], interval: float, once: bool, as_json: bool) -> int:
-    """Show the counters until Ctrl-C, or once. Returns the exit status: 1 when nothing was there to show once."""
+def run(pids: Sequence[int], ranks: Sequence[int], interval: float, once: bool, as_json: bool) -> int:
+    """Show the counters until Ctrl-C, or once. Returns the exit status, as the command says."""
+    begun = before = read_all(pids, ranks)
+    since = time.monotonic()
     if as_json:
-        found = read_all(pids)
-        print(json.dumps(list(found.values()), indent=1))
-        return 0 if found else 1
+        answers = [
+            one.counters or {"pid": one.pid, "state": "silent", "why": _silence(one.pid)} for one in before.values()
+        ]
+        print(json.dumps(answers, indent=1))
+        return _status(before)
     console = wide_console()
-    before, since = read_all(pids), time.monotonic()
 
     def next_picture(pause: float) -> Group:
         nonlocal before, since
         time.sleep(pause)
-        now, instant = read_all(pids), time.monotonic()
-        shown = Group(*tables(now, before, instant - since))
+        now, instant = read_all(pids, ranks), time.monotonic()
+        shown = Group(*picture(now, before, instant - since, None if once else begun))
         before, since = now, instant
         return shown
 
@@ -144,9 +219,20 @@ def run(pids: Sequence[int], interval: float, once: bool, as_json: bool) -> int:
         return 1
     if once:
         console.print(next_picture(interval))
-        return 0 if before else 1
-    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
-        live.update(next_picture(min(interval, _FIRST_PICTURE)), refresh=True)
-        while True:
-            live.update(next_picture(interval), refresh=True)
+        return _status(before)
+    with contextlib.suppress(KeyboardInterrupt):
+        if not console.is_terminal:  # a file keeps all of them
+            while True:
+                console.print(next_picture(interval))
+                console.file.flush()
+        with Live(console=console, auto_refresh=False) as live:
+            live.update(next_picture(min(interval, _FIRST_PICTURE)), refresh=True)
+            while True:
+                live.update(next_picture(interval), refresh=True)
     return 0
+
+
+def _status(readings: Mapping[Served, Reading]) -> int:
+    if not readings:
+        return 1
+    return 0 if all(map(is_well, readings.values())) else 2

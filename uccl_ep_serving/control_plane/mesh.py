@@ -308,6 +308,7 @@ class ControlMesh:
             self._say(peer, NOTE, note)
         stopped = self.liveness.stopped
         for peer in self.liveness.publish():
+            _log.error("rank %d: the group goes on without rank %d: %s", self.rank, peer, self.liveness.how_gone(peer))
             self._tell(self.on_lost, peer)
         if self.liveness.stopped and not stopped:
             _log.error("rank %d takes part no more: %s", self.rank, self.liveness.stopped)

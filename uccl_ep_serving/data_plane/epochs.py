@@ -13,6 +13,7 @@ from ..control_plane.bootstrap import Introduction
 from ..control_plane.mesh import ControlMesh
 from ..errors import REBUILD_GROUP, ConfigError, Evicted, PeerError, TransportError, UcclEpError, in_words
 from ..protocol.layout import LowLatencyPlan, LowLatencyRoom, NormalPlan
+from ..proxy.stats import add_up
 from .agreement import SETUP, Outcome, Proposal, decide, read_proposal
 from .build import PlaneBuilder
 from .compiling import compile_together, do_together
@@ -42,6 +43,7 @@ class Epochs:
     Attributes:
         number: how often ranks have rebuilt their windows; message counters restart at 0 with each epoch.
         all_direct, node_ranks, channels: as in Runtime, of the last data plane while there is none.
+        ended: what the proxies of the data planes before have counted, added up.
         watch: of the present data plane.
     """
 
@@ -50,6 +52,7 @@ class Epochs:
         self.all_direct = False
         self.node_ranks = 1
         self.channels = 0
+        self.ended: dict[str, int] = {}
         self.watch = PlaneWatch(mesh, self._settle)
         self._mesh = mesh
         self._settings = settings
@@ -183,6 +186,7 @@ class Epochs:
         self._mesh.steps.gather("leaving the old window")
         self.watch.plane = None
         if old is not None:
+            self.ended = add_up(self.ended, old.totals())
             old.close(deadline)
         self.number = self.watch.epoch = outcome.epoch
         self.watch.begun = 0

@@ -209,10 +209,15 @@ class KernelSpace:
         return Wait(peer, phase, channel_of(stream) if stream >= 0 else -1, arrived, expected)
 
     @property
+    def pending_wait(self) -> Wait | None:
+        """For whom the pending kernel waits."""
+        return self._wait(self.phase) if self.awaited not in (-1, self.rank) else None
+
+    @property
     def waits_for(self) -> Wait | None:
         """For whom the pending kernel waits, or a kernel has waited for half a deadline not long ago."""
-        if self.awaited not in (-1, self.rank):
-            return self._wait(self.phase)
+        if (pending := self.pending_wait) is not None:
+            return pending
         if self._long_wait is None or time.monotonic_ns() - self._long_wait[0] > self.timeout * 1e9:
             return None
         return self._long_wait[1]

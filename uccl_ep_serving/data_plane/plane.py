@@ -100,6 +100,11 @@ class DataPlane:
             by_reason.setdefault(choice.reason, []).append(str(peer))
         return "; ".join(f"{reason}: ranks {', '.join(peers)}" for reason, peers in by_reason.items()) or "alone"
 
+    def totals(self) -> dict[str, int]:
+        """What all its proxies have counted."""
+        totals: dict[str, int] = self.service.counters()["total"] if self.service is not None else {}
+        return totals
+
     def stats(self) -> dict[str, Any]:
         """Plain counters, and how each peer is reached."""
         routes = self.routes

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from ..native.failure import STICKY_ERROR
 from ..native.groups import load
 from ..protocol.layout import LowLatencyPlan, WindowLayout
 from ..proxy.fence import DriverFlush
+from ..proxy.stats import add_up
 from ..proxy.transport.select import DIRECT
 from ..stats import LiveServer, OperationLog
 from .agreement import SETUP
@@ -36,6 +38,7 @@ from .epochs import Epochs
 from .gpu_direct import Gpu, GpuReach
 from .kernel_space import KernelSpace
 from .segments import HeapAllocator
+from .standing import state_of
 from .turn import Turn
 from .window_sizes import normal_plan
 
@@ -74,6 +77,8 @@ class Runtime:
         self.ranks = exchange.size
         #: of the tensors that are served, once the first has come; written by the Buffer, read for stats
         self.device = ""
+        #: in seconds since 1970; tells Buffers apart
+        self._opened = time.time()
         #: taken by every call of the Buffer that sends or receives
         self.turn = Turn()
         self.operations = OperationLog()
@@ -359,12 +364,24 @@ class Runtime:
     # -- counters and end ---------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Plain counters of this rank; also what the live socket serves."""
+        """Plain counters of this rank; also what the live socket serves. What is summed over all proxies and over all
+        calls only grows while the Buffer is open; what is told by proxy and by stream begins anew with each epoch."""
         plane = self._watch.plane
+        state, why = state_of(self._watch)
+        running, wait = self.turn.running, None if self._watch.closed else self._watch.waits_for
+        counters = plane.stats() if plane is not None else {}
         return {
             "rank": self.rank,
             "world": self.ranks,
+            "host": socket.gethostname(),
             "pid": os.getpid(),
+            "opened": self._opened,
+            "time": time.time(),
+            "state": state,
+            "why": why,
+            "running": None if running is None else {"call": running[0], "seconds": round(running[1], 3)},
+            "waits_for": None if wait is None else wait._asdict(),
+            "waits": self._watch.waits.as_dict(),
             "epoch": self.epoch,
             "device": self.device,
             "proxies": self.settings.proxies,
@@ -372,7 +389,8 @@ class Runtime:
             "masked": sorted(self._liveness.masked),
             "lost": list(self._liveness.lost),
             "ops": self.operations.snapshot(),
-            **(plane.stats() if plane is not None else {}),
+            **counters,
+            **add_up(self._epochs.ended, {name: counters[name] for name in self._epochs.ended if name in counters}),
         }
 
     @property

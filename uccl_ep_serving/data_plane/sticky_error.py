@@ -89,7 +89,7 @@ class StickyError(NamedTuple):
             )
         if code == ctx.FAILURE_PROXY_DIED:
             return ProxyDied(
-                f"{where}: proxy thread {arrived} of this rank died. Close this Buffer; the log has the cause"
+                f"{where}: proxy thread {arrived} of this rank died. Close this Buffer and build another one"
             )
         if self.mismatch:
             return ProtocolError(f"{where}: {self.mismatch}. {REBUILD_GROUP}", peer=peer, channel=channel)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
@@ -24,10 +25,11 @@ _R = TypeVar("_R")
 
 
 class _Holder(NamedTuple):
-    """The call that runs: its name, and the ident of its thread."""
+    """The call that runs: its name, the ident of its thread, and since when, a ``time.monotonic()`` instant."""
 
     call: str
     thread: int
+    since: float
 
 
 class Turn:
@@ -42,7 +44,7 @@ class Turn:
 
     def take(self, call: str) -> None:
         """Begin ``call``. Raises ConfigError while another one runs."""
-        mine = _Holder(call, threading.get_ident())
+        mine = _Holder(call, threading.get_ident(), time.monotonic())
         holder = self._holders.setdefault(0, mine)
         if holder is mine:
             return
@@ -50,6 +52,12 @@ class Turn:
             self._holders[0] = mine  # a signal handler raised in this thread before the call could begin
             return
         raise _refusal(call, holder)
+
+    @property
+    def running(self) -> tuple[str, float] | None:
+        """The call that runs and its seconds so far, None while none does. Any thread."""
+        holder = self._holders.get(0)
+        return None if holder is None else (holder.call, time.monotonic() - holder.since)
 
     def give(self) -> None:
         """The call has ended."""

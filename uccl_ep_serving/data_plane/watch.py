@@ -18,6 +18,7 @@ from ..protocol.layout import LowLatencyPlan
 from .agreement import SETUP, read_proposal
 from .calls import Calls
 from .plane import DataPlane
+from .standing import WaitLog
 
 __all__ = ["PlaneWatch"]
 
@@ -43,6 +44,8 @@ class PlaneWatch:
             Writer: the host, also when a new epoch begins.
         closed: no other data plane will be taken into use.
         group: number of the group that the present data plane was built for.
+        liveness: who of the group takes part.
+        waits: for whom this rank has waited.
         short: in words, that the system gives this rank no room; empty while it does. Writer: the thread that reads the
             control connections. Reader: the host.
     """
@@ -62,8 +65,9 @@ class PlaneWatch:
         self._lock = threading.Lock()
         self._rank = mesh.rank
         self._mesh = mesh
-        self._liveness = mesh.liveness
+        self.liveness = mesh.liveness
         self._settle = settle
+        self.waits = WaitLog(mesh.rank)
         self._calls = Calls(mesh)
         mesh.on_part = self._on_part
         mesh.on_lost = self._on_lost
@@ -127,13 +131,13 @@ class PlaneWatch:
 
         Commands refused outside operations are named here, once, and never in the middle of an operation.
         """
-        if self._liveness.stopped and not self.closed and not self.forked:
-            self._liveness.check(phase)
+        if self.liveness.stopped and not self.closed and not self.forked:
+            self.liveness.check(phase)
         self.check_usable()
         try:
             if self.stale:
                 # the old data plane has failed, which is why it is left; what counts is who will be in the new one
-                self._liveness.check(phase)
+                self.liveness.check(phase)
                 return
             space = self.present.space
             assert space is not None
@@ -155,7 +159,7 @@ class PlaneWatch:
             return
         if self.short:
             raise UcclEpError(self.short)
-        space, service, liveness = plane.space, plane.service, self._liveness
+        space, service, liveness = plane.space, plane.service, self.liveness
         code, peer = space.failed_with
         if code != ctx.FAILURE_COMMAND and liveness.any_heard:
             if liveness.deciding:
@@ -170,8 +174,8 @@ class PlaneWatch:
             service.forget(peer, code)
         elif code == ctx.FAILURE_PEER_LOST:
             self._raise_lost(space.phase, peer, service.loss_of(peer))
-        elif code in (ctx.FAILURE_NONE, ctx.FAILURE_PROTOCOL, ctx.FAILURE_TRANSPORT):
-            # of what a peer sent, or a device said, the proxies know more than the sticky error
+        elif code in (ctx.FAILURE_NONE, ctx.FAILURE_PROTOCOL, ctx.FAILURE_TRANSPORT, ctx.FAILURE_PROXY_DIED):
+            # of what a peer sent, a device said, or a proxy died of, they know more than the sticky error
             service.check()
         waits = code == ctx.FAILURE_NONE and space.awaited not in (-1, self._rank)
         if code in (ctx.FAILURE_NONE, ctx.FAILURE_LAYOUT) and self._requested_before() is not None:
@@ -182,7 +186,7 @@ class PlaneWatch:
             if self._calls.waits_long() and space.awaited in self._mesh.steps.requested(CLOSE):
                 # whatever it had sent before has arrived by now
                 why = "waits for it in an operation while it closes its Buffer"
-                error = self._liveness.accuse(space.awaited, why, space.phase)
+                error = self.liveness.accuse(space.awaited, why, space.phase)
                 try:
                     if error is not None:
                         raise error
@@ -194,7 +198,7 @@ class PlaneWatch:
 
     def _raise_lost(self, phase: str, peer: int, cause: str) -> None:
         """Raise PeerLost with what the control connections and a transport (``cause``) know, if they know anything."""
-        known = [words for words in (self._liveness.how_gone(peer), cause) if words]
+        known = [words for words in (self.liveness.how_gone(peer), cause) if words]
         if known:
             raise PeerLost(
                 f"{phase}, rank {self._rank}: rank {peer} is gone ({'; '.join(known)}). {after_loss(peer)}",
@@ -212,6 +216,10 @@ class PlaneWatch:
             named = self._accuse(error, phase)
         else:
             named = error
+            plane = self._plane()
+            if isinstance(error, ProxyDied) and plane is not None and plane.service is not None:
+                death = plane.service.death
+                error.args = (str(error) if death in str(error) else f"{error} ({death})",)
             self._report_local_failure(error)
         try:
             if named is error:
@@ -227,7 +235,7 @@ class PlaneWatch:
 
         This rank publishes nothing more in this epoch, so that it cannot seem to go on.
         """
-        named = self._liveness.settle(error, group)
+        named = self.liveness.settle(error, group)
         self._stop_kernels(ctx.FAILURE_PEER_LOST, named.peer if isinstance(named, PeerError) else self._rank)
         if isinstance(named, PeerError) and named.peer != error.peer:
             _log.error("rank %d blames rank %d, not rank %d: %s", self._rank, named.peer, error.peer, named)
@@ -238,9 +246,9 @@ class PlaneWatch:
         if error.peer in (-1, self._rank):
             return error
         if error.own:
-            self._liveness.fail(str(error))
+            self.liveness.fail(str(error))
             return error
-        answer = self._liveness.accuse(error.peer, f"got what the formats forbid: {error}", phase)
+        answer = self.liveness.accuse(error.peer, f"got what the formats forbid: {error}", phase)
         if isinstance(answer, PeerError) and error.peer in answer.peers:
             error.peers = answer.peers
             return error
@@ -250,7 +258,7 @@ class PlaneWatch:
         """An operation failed for a reason of this rank's own; when it cannot go on, the peers are told."""
         plane = self._plane()
         if plane is not None and plane.space is not None and plane.space.failed:
-            self._liveness.fail(str(error))
+            self.liveness.fail(str(error))
 
     def drop_peer(self, peer: int) -> None:
         """``peer`` was masked: nothing more is published in this epoch, whatever a kernel that is called again
@@ -272,12 +280,12 @@ class PlaneWatch:
                 _log.warning("rank %d leaves windows in which its kernels still wait: they end here", self._rank)
 
         with self._mesh.limit(deadline, release) if plane.finishes else contextlib.nullcontext():
-            return plane.drain(deadline, self._liveness)
+            return plane.drain(deadline, self.liveness)
 
     # -- what the reader of the control connections hears -------------------------------------------------------
 
     def _on_lost(self, peer: int) -> None:
-        if not self._liveness.mask[peer]:
+        if not self.liveness.mask[peer]:
             self._stop_kernels(ctx.FAILURE_PEER_LOST, peer)
 
     def _on_goodbye(self, peer: int) -> None:
@@ -312,9 +320,18 @@ class PlaneWatch:
         plane, (other, _) = self._plane(), self._calls.difference(self.epoch)
         if plane is not None:
             plane.look_at_devices()
+            if plane.space is not None:
+                self.waits.sample(self.waits_for, (self.epoch, self.begun), plane.space.timeout)
         if plane is not None and plane.finishes and plane.space is not None and other != -1:
             # rule: control: the host releases kernels that wait for a peer which is in the other mode
             plane.space.fail(ctx.FAILURE_LAYOUT, other)
+
+    @property
+    def waits_for(self) -> Wait | None:
+        """For whom a step or an operation of this rank waits at present."""
+        plane = self._plane()
+        pending = plane.space.pending_wait if plane is not None and plane.space is not None else None
+        return self._mesh.steps.waits_for() or pending
 
     def _waits_for(self) -> tuple[Wait | None, bool]:
         """For whom the pending kernel, or a step of agreement, waits, and whether this rank stood still in that time.

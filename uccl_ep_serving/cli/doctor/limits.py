@@ -51,10 +51,10 @@ def files_of_a_rank(ranks: int, settings: Settings) -> int:
 
     Per peer: the control connection, its TCP connections for every proxy (or, over shm, a pidfd for every proxy and,
     while windows are shared, two segments). Once: for every proxy an epoll descriptor, a listener, and two more with
-    which connections are mended; two listeners, a socket pair, two segments, the live counters.
+    which connections are mended; two listeners, a socket pair, two segments, two of the live counters.
     """
     per_peer = 1 + max(settings.tcp_connections * settings.proxies, settings.proxies + 2)
-    return (ranks - 1) * per_peer + 4 * settings.proxies + 8
+    return (ranks - 1) * per_peer + 4 * settings.proxies + 9
 
 
 def _spin() -> Finding:

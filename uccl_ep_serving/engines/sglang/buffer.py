@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import logging
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -47,6 +48,7 @@ def buffer_class() -> type[Any]:
                     "built there: its ranks meet and register memory. ModelRunner.init_cuda_graphs, where the plugin "
                     "builds it, was not called before. Next step: --cuda-graph-backend-decode disabled"
                 )
+            _enable_log()
             super().__init__(*args, **kwargs)
             self.alive.add(self)
 
@@ -78,6 +80,17 @@ def buffer_class() -> type[Any]:
             return super().low_latency_combine(x, topk_idx, topk_weights, handle, *args, **kwargs)
 
     return SGLangBuffer
+
+
+def _enable_log() -> None:
+    """Undo what SGLANG_LOGGING_CONFIG_PATH does to every logger that its file does not name, unless that says
+    ``disable_existing_loggers: false``: a worker reads the file once plugins are loaded, and errors of ours would be in
+    no log."""
+    ours = logging.getLogger("uccl_ep_serving")
+    ours.disabled = False
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.startswith(f"{ours.name}.") and isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 def _same_memory(one: Any, other: Any) -> bool:
