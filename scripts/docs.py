@@ -21,6 +21,7 @@ from tests.mutants.score import EQUIVALENT, sums
 from tests.mutants.trial import KILLED, SURVIVED, TIMEOUT
 from tests.ptx.litmus.litmus import table as litmus_table
 from tests.ptx.litmus.tests import ALL as LITMUS
+from uccl_ep_serving.cli.export import METRICS
 from uccl_ep_serving.config import SETTINGS, Settings
 from uccl_ep_serving.data_plane.window_sizes import normal_plan
 from uccl_ep_serving.engines.memory_budget import GIB, MoeShape, memory_budget
@@ -52,6 +53,19 @@ def settings_table(group: str) -> str:
         default = _default(getattr(defaults, variable.field))
         agreed = "yes" if variable.agreed else ""
         rows.append(f"| `{variable.name}` | {default} | {agreed} | {variable.meaning} |")
+    return "\n".join(rows)
+
+
+def metrics_table() -> str:
+    """One row per metric."""
+    rows = [
+        "| metric | labels | meaning |",
+        "|---|---|---|",
+        "| `uccl_ep_up` |  | 1 for a Buffer that answers, else 0 |",
+    ]
+    for metric in METRICS:
+        name = metric.name + "_total" * metric.only_grows
+        rows.append(f"| `{name}` | {', '.join(metric.labels)} | {metric.meaning} |")
     return "\n".join(rows)
 
 
@@ -187,6 +201,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/settings.md", "everyday settings"): lambda: settings_table("everyday"),
     ("docs/settings.md", "NIC settings"): lambda: settings_table("nic"),
     ("docs/settings.md", "debug settings"): lambda: settings_table("debug"),
+    ("docs/operating.md", "metrics"): metrics_table,
     ("docs/sglang.md", "sglang memory"): memory_table,
     ("docs/sglang.md", "sglang versions"): lambda: versions_table("SGLang", SGLANG.versions),
     ("docs/vllm.md", "vllm versions"): lambda: versions_table("vLLM", VLLM.versions),

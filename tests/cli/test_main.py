@@ -32,6 +32,7 @@ print(status, heavy, file=sys.stderr)
         ("bench --help", 0),
         ("doctor --help", 0),
         ("warm --help", 0),
+        ("export --help", 0),
         ("check --help", 0),
         ("check --nnodes 2", 2),
         ("check --gpu --only nothing", 2),

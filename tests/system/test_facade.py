@@ -15,21 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.alone import Alone
 from tests.support.source_tree import ROOT
 from uccl_ep_serving.buffer import Buffer, Config
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError, UcclEpError
 
 GPU = torch.device("cuda", 0)
-
-
-class Alone:
-    """A group of one rank."""
-
-    rank, size = 0, 1
-
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        return [payload]
 
 
 def opened(**settings: Any) -> Buffer:

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support import bodies
+from tests.support.alone import Alone
 from tests.support.combinations import diagonal, first_of
 from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
@@ -192,12 +193,6 @@ def test_memory_stays_mapped_under_a_proxy_that_does_not_stop(caplog: pytest.Log
 
 
 def test_what_the_facade_refuses() -> None:
-    class Alone:
-        rank, size = 0, 1
-
-        def all_gather(self, payload: bytes) -> list[bytes]:
-            return [payload]
-
     with pytest.raises(ConfigError, match="group must be a process group"):
         Buffer(None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="MPI"):

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.alone import Alone
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError
@@ -28,15 +29,6 @@ from uccl_ep_serving.traffic.trace import Trace, load
 
 EXPERTS, TOPK = 8, 2
 Opened = Callable[..., Buffer]
-
-
-class Alone:
-    """A group of one rank."""
-
-    rank, size = 0, 1
-
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        return [payload]
 
 
 @pytest.fixture

@@ -55,6 +55,7 @@ _COMMANDS = {
         "top",
         "Show what the open Buffers of this machine's processes are doing: rates, queues, p50 and p99 of operations.",
     ),
+    "export": ("export", "Serve the live counters of this machine's open Buffers to Prometheus."),
     "plan": (
         "plan",
         "Say what window each rank would need for given shapes, the most that a low-latency operation sends, and how "

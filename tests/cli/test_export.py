@@ -1,0 +1,109 @@
+"""``uccl-ep export``: what a scrape of the live counters says, and that the documentation names what is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.alone import Alone
+from tests.support.bodies import round_trip
+from tests.support.source_tree import ROOT
+from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.cli import export
+from uccl_ep_serving.data_plane.standing import STATES
+from uccl_ep_serving.stats import Reading, Served
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    command = [sys.executable, "-m", "uccl_ep_serving.cli.main", "export", "--port", "0", "--address", "127.0.0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as exporter:
+        assert exporter.stdout is not None
+        yield exporter.stdout.readline().strip()
+        exporter.send_signal(signal.SIGTERM)
+        assert exporter.wait(10.0) == 0
+
+
+def scraped(url: str) -> Samples:
+    """Samples of this process, by name and by the labels besides pid and buffer."""
+    with urllib.request.urlopen(url, timeout=10.0) as answer:
+        text = answer.read().decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if labels.pop("pid") == str(os.getpid()) and labels.pop("buffer"):
+                found[sample.name, frozenset(labels.items())] = sample.value
+    return found
+
+
+def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    return name, frozenset({"rank": "0", **labels}.items())
+
+
+def test_a_scrape_says_what_a_buffer_does(url: str) -> None:
+    buffer = Buffer(Alone())  # type: ignore[arg-type]
+    for step in range(3):
+        round_trip(buffer, step)
+    found = scraped(url)
+    assert found[key("uccl_ep_up")] == 1
+    assert {state: found[key("uccl_ep_state", state=state)] for state in STATES} == {
+        state: state == "ok" for state in STATES
+    }
+    assert found[key("uccl_ep_operations_total", operation="ll_dispatch")] == 3
+    assert found[key("uccl_ep_operation_tokens_total", operation="ll_combine")] == 24
+    assert found[key("uccl_ep_operation_seconds_total", operation="ll_combine")] > 0
+    assert found[key("uccl_ep_operation_latest_seconds", operation="ll_dispatch", quantile="0.5")] > 0
+    assert found[key("uccl_ep_running_seconds")] == 0
+    assert found[key("uccl_ep_epoch")] == buffer.stats()["epoch"]
+    names = {metric.name + "_total" * metric.only_grows for metric in export.METRICS}
+    # alone a rank has peers of no kind and waits for none
+    assert names - {name for name, _ in found} == {"uccl_ep_waiting_samples_total"}
+    buffer.destroy()
+    assert not scraped(url)
+
+
+def test_one_that_does_not_answer_is_down_under_the_rank_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Served(0, 7, 2)
+    counters = {
+        **{"rank": 3, "state": "ok", "epoch": 0, "opened": 1.0, "running": None},
+        **{"ops": {}, "waits": {"samples": 1, "by_peer": {"1": 1}}},
+    }
+    readings = {one: Reading(7, counters)}
+    monkeypatch.setattr(export, "read_all", lambda: readings)
+    buffers = export.Buffers()
+    up, *others = buffers.collect()
+    assert [(sample.labels, sample.value) for sample in up.samples] == [({"pid": "7", "buffer": "2", "rank": "3"}, 1)]
+    assert any(family.samples for family in others)
+    readings[one] = Reading(7, None)
+    up, *others = buffers.collect()
+    assert [(sample.labels, sample.value) for sample in up.samples] == [({"pid": "7", "buffer": "2", "rank": "3"}, 0)]
+    assert not any(family.samples for family in others)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    code = (
+        "import socket, subprocess, sys; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen();"
+        "sys.exit(subprocess.call([sys.executable, '-m', 'uccl_ep_serving.cli.main', 'export', '--address', "
+        "'127.0.0.1', '--port', str(s.getsockname()[1])]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(r"export: cannot listen on 127\.0\.0\.1:\d+: Address already in use\n", done.stderr)
+
+
+def test_metrics_that_the_documentation_names_are_there() -> None:
+    known = {"uccl_ep_up", *(metric.name + "_total" * metric.only_grows for metric in export.METRICS)}
+    page = (ROOT / "docs/operating.md").read_text()
+    named = set(re.findall(r"\buccl_ep_\w+", page)) - {"uccl_ep_serving"}
+    assert named == known

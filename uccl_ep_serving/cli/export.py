@@ -1,0 +1,217 @@
+"""``uccl-ep export``: the live counters of this host's Buffers as metrics of Prometheus, all engines in one process.
+
+A scrape reads the Buffers at that moment (:mod:`uccl_ep_serving.stats`); between scrapes nothing runs, and the engines
+neither import this nor listen on a port.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from uccl_ep_serving.cli.top import read_all
+from uccl_ep_serving.data_plane.standing import STATES
+from uccl_ep_serving.stats import Reading, Served
+
+__all__ = ["METRICS", "Buffers", "Metric", "app"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+Counters = Mapping[str, Any]
+#: By the values of a metric's own labels.
+Samples = Iterator[tuple[tuple[str, ...], float]]
+
+#: Which Buffer a sample is of: the process as this one counts it, the Buffer's number in it, and its EP rank.
+_LABELS = ("pid", "buffer", "rank")
+
+
+class Metric(NamedTuple):
+    """One metric.
+
+    Attributes:
+        name: with the unit; counters get ``_total`` behind it.
+        only_grows: a counter; else a gauge.
+        meaning: in words.
+        labels: besides those of the Buffer.
+        samples: of what a Buffer answered.
+    """
+
+    name: str
+    only_grows: bool
+    meaning: str
+    labels: tuple[str, ...]
+    samples: Callable[[Counters], Samples]
+
+
+def _one(name: str, divisor: float = 1) -> Callable[[Counters], Samples]:
+    """The value ``name`` of the answer, where it is there."""
+
+    def samples(counters: Counters) -> Samples:
+        if name in counters:
+            yield (), counters[name] / divisor
+
+    return samples
+
+
+def _by_operation(name: str, divisor: float = 1) -> Callable[[Counters], Samples]:
+    def samples(counters: Counters) -> Samples:
+        for operation, one in counters.get("ops", {}).items():
+            yield (operation,), one[name] / divisor
+
+    return samples
+
+
+def _latest(counters: Counters) -> Samples:
+    for operation, one in counters.get("ops", {}).items():
+        if one["count"]:
+            for quantile, name in (("0.5", "p50_us"), ("0.99", "p99_us")):
+                yield (operation, quantile), one[name] / 1e6
+
+
+def _peers(counters: Counters) -> Samples:
+    missing = {str(rank) for state in ("masked", "lost") for rank in counters.get(state, ())}
+    ways = [way for peer, way in counters.get("transport_by_peer", {}).items() if peer not in missing]
+    for way in sorted(set(ways)):
+        yield (way,), ways.count(way)
+    for state in ("masked", "lost"):
+        yield (state,), len(counters.get(state, ()))
+
+
+def _state(counters: Counters) -> Samples:
+    for state in STATES:
+        yield (state,), state == counters["state"]
+
+
+def _waited(counters: Counters) -> Samples:
+    for peer, count in counters["waits"]["by_peer"].items():
+        yield (peer,), count
+
+
+def _waiting(counters: Counters) -> Samples:
+    if "ring_depth" in counters:
+        yield (), counters["ring_depth"] + counters["queue_depth"]
+
+
+METRICS = (
+    Metric("uccl_ep_state", False, "1 for how the rank stands, 0 for what else there is", ("state",), _state),
+    Metric("uccl_ep_epoch", False, "how often the ranks have rebuilt their windows", (), _one("epoch")),
+    Metric("uccl_ep_opened_timestamp_seconds", False, "when the Buffer was opened", (), _one("opened")),
+    Metric("uccl_ep_peers", False, "other ranks, by the way to them; masked and lost ones", ("way",), _peers),
+    Metric(
+        "uccl_ep_operations",
+        True,
+        "dispatches and combines; what captured graphs replay is not counted",
+        ("operation",),
+        _by_operation("count"),
+    ),
+    Metric("uccl_ep_operation_tokens", True, "tokens given to them", ("operation",), _by_operation("tokens")),
+    Metric(
+        "uccl_ep_operation_rows",
+        True,
+        "rows sent to other ranks, 0 where the host does not know them",
+        ("operation",),
+        _by_operation("rows"),
+    ),
+    Metric(
+        "uccl_ep_operation_seconds",
+        True,
+        "time inside the calls, on a GPU the host's part alone; long where a rank waits for another",
+        ("operation",),
+        _by_operation("total_us", 1e6),
+    ),
+    Metric(
+        "uccl_ep_operation_latest_seconds",
+        False,
+        "median and 99th percentile of the latest 8,192 calls",
+        ("operation", "quantile"),
+        _latest,
+    ),
+    Metric("uccl_ep_wait_samples", True, "looks at for whom the rank waits", (), lambda c: _one("samples")(c["waits"])),
+    Metric(
+        "uccl_ep_waiting_samples",
+        True,
+        "those in which it waited for this peer: divided by the looks, the part of the time that a straggler costs",
+        ("peer",),
+        _waited,
+    ),
+    Metric(
+        "uccl_ep_running_seconds",
+        False,
+        "of the call that runs; 0 while none does",
+        (),
+        lambda c: iter([((), c["running"]["seconds"] if c["running"] else 0.0)]),
+    ),
+    Metric("uccl_ep_proxy_sent_bytes", True, "bytes that proxies have sent", (), _one("bytes_sent")),
+    Metric("uccl_ep_proxy_received_bytes", True, "bytes that have come through proxies", (), _one("bytes_received")),
+    Metric("uccl_ep_proxy_messages_sent", True, "messages that proxies have sent", (), _one("messages_sent")),
+    Metric("uccl_ep_proxy_messages_received", True, "messages that have come", (), _one("messages_received")),
+    Metric("uccl_ep_proxy_writes", True, "writes that proxies have posted", (), _one("writes")),
+    Metric("uccl_ep_proxy_held_back", True, "writes that came before an earlier one", (), _one("held_back")),
+    Metric("uccl_ep_proxy_duplicates", True, "writes that came twice", (), _one("duplicates")),
+    Metric("uccl_ep_proxy_busy_posts", True, "posts that the transport refused as busy", (), _one("retries")),
+    Metric("uccl_ep_proxy_sleeps", True, "times that an idle proxy slept", (), _one("sleeps")),
+    Metric("uccl_ep_proxy_waiting_commands", False, "commands in rings and queues", (), _waiting),
+    Metric("uccl_ep_proxy_in_flight_bytes", False, "bytes posted and not completed", (), _one("bytes_in_flight")),
+)
+
+
+class Buffers(Collector):
+    """Reads the Buffers of this host at each scrape."""
+
+    def __init__(self) -> None:
+        #: Of those that have answered: one that does not is still known by its rank.
+        self._ranks: dict[Served, str] = {}
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """What every Buffer says now."""
+        found = read_all()
+        up = GaugeMetricFamily("uccl_ep_up", "1 for a Buffer that answers, 0 for one that does not", labels=_LABELS)
+        named: list[tuple[list[str], Counters]] = []
+        for one, reading in found.items():
+            labels = self._labels(one, reading)
+            up.add_metric(labels, reading.counters is not None)
+            if reading.counters is not None:
+                named.append((labels, reading.counters))
+        self._ranks = {one: rank for one, rank in self._ranks.items() if one in found}
+        yield up
+        for metric in METRICS:
+            family = CounterMetricFamily if metric.only_grows else GaugeMetricFamily
+            told = family(metric.name, metric.meaning, labels=(*_LABELS, *metric.labels))
+            for labels, counters in named:
+                for values, value in metric.samples(counters):
+                    told.add_metric([*labels, *values], value)
+            yield told
+
+    def _labels(self, one: Served, reading: Reading) -> list[str]:
+        if reading.counters is not None:
+            self._ranks[one] = str(reading.counters["rank"])
+        return [str(reading.pid or one.pid), str(one.number), self._ranks.get(one, "")]
+
+
+@app.command()
+def command(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port to serve on; 0: any, which is printed.")] = 9464,
+    address: Annotated[str, typer.Option(help="Of this host, where to listen.")] = "0.0.0.0",
+) -> None:
+    """Serve the live counters of this host's open Buffers to Prometheus, until Ctrl-C or SIGTERM.
+
+    One process for all engines and ranks of the host, of the same user or as root, in their network namespace.
+    """
+    ends = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before there are threads, so that they are waited for
+    registry = CollectorRegistry()
+    registry.register(Buffers())
+    try:
+        server, _ = start_http_server(port, address, registry)
+    except OSError as error:
+        typer.echo(f"export: cannot listen on {address}:{port}: {error.strerror or error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"http://{address}:{server.server_port}/metrics")
+    signal.sigwait(ends)
+    server.shutdown()
