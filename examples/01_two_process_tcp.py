@@ -99,14 +99,16 @@ if __name__ == "__main__":
     parser.add_argument("--times", type=int, default=500)
     parser.add_argument("--connections", type=int, default=2)
     arguments = parser.parse_args()
-    if arguments.bytes % 16 or arguments.bytes < 16:
-        parser.error("--bytes must be a positive multiple of 16")
+    if arguments.bytes % 16 or arguments.bytes < 16 or arguments.times < 1:
+        parser.error("--bytes must be a positive multiple of 16, and --times at least 1")
     spawn = multiprocessing.get_context("spawn")
     ends = spawn.Pipe()
     shared = (arguments.bytes, arguments.times, arguments.connections, secrets.token_bytes(32))
     processes = [spawn.Process(target=run, args=(rank, *shared, ends[rank])) for rank in range(2)]
     for process in processes:
         process.start()
+    for end in ends:
+        end.close()  # the other process alone holds it: when one ends early, the other hears of it
     for process in processes:
         process.join()
     raise SystemExit(any(process.exitcode for process in processes))

@@ -26,7 +26,7 @@ def run(rank: int, ranks: int, tokens: int, meeting_point: str) -> None:
     torch.manual_seed(rank)
     tokens += 100 * rank  # ranks need not have the same number
     x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16)
-    topk_idx = torch.stack([torch.randperm(EXPERTS)[:TOPK] for _ in range(tokens)])
+    topk_idx = torch.rand(tokens, EXPERTS).topk(TOPK, dim=1).indices
     weights = torch.rand(tokens, TOPK)
 
     per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(topk_idx, EXPERTS)
@@ -67,5 +67,7 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=1000)
     arguments = parser.parse_args()
+    if arguments.ranks < 1 or EXPERTS % arguments.ranks or arguments.tokens < 1:
+        parser.error(f"--ranks must divide the {EXPERTS} experts, and --tokens be at least 1")
     with tempfile.TemporaryDirectory() as directory:
         mp.spawn(run, (arguments.ranks, arguments.tokens, f"{directory}/ranks"), arguments.ranks)

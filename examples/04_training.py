@@ -4,7 +4,8 @@
 
 The gradients of a token's copies are brought home and summed by a combine, those of its router weights with them; the
 gradient of a combine goes out again by a dispatch from the same handle. Every rank must run the backward pass, also one
-that received no rows. The gradients are compared with those of a dense layer that holds all experts.
+that received no rows. The gradients are compared with those of a dense layer that holds all experts. What a training
+job has to know besides: docs/training.md.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.autograd.function import once_differentiable
 
 from uccl_ep_serving import Buffer
 
@@ -44,6 +46,7 @@ class Dispatch(torch.autograd.Function):
         return rows, ids, weights, handle
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, rows: Any, _ids: Any, weights: Any, _handle: Any) -> Any:
         x, topk_weights, event = ctx.buffer.combine(rows.contiguous(), ctx.handle, topk_weights=weights.contiguous())
         event.current_stream_wait()
@@ -61,6 +64,7 @@ class Combine(torch.autograd.Function):
         return combined
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, combined: Any) -> Any:
         rows, _, _, _, _, event = ctx.buffer.dispatch(combined.contiguous(), handle=ctx.handle)
         event.current_stream_wait()
@@ -68,12 +72,12 @@ class Combine(torch.autograd.Function):
 
 
 def run_experts(rows: Any, ids: Any, weights: Any, experts: Any) -> Any:
-    """The weighted sum, for each row, of the experts [E, H, H] that it chose; -1 in ``ids``: none."""
-    out = torch.zeros_like(rows)
+    """The weighted sum in float32, for each row, of the experts [E, H, H] that it chose; -1 in ``ids``: none."""
+    out = torch.zeros_like(rows, dtype=torch.float32)
     for number, expert in enumerate(experts):
         row, slot = torch.where(ids == number)
         out = out.index_add(0, row, torch.tanh(rows[row] @ expert) * weights[row, slot, None])
-    return out
+    return out.to(rows.dtype)
 
 
 def layer(buffer: Buffer, x: Any, topk_idx: Any, topk_weights: Any, experts: Any) -> Any:
@@ -119,6 +123,9 @@ def run(rank: int, ranks: int, tokens: int, steps: int, meeting_point: str) -> N
         loss = loss_of(layer(buffer, x, *routed(), experts))
         loss.backward()
         dist.all_reduce(gate.grad)  # the router is the same on every rank
+        # On a GPU after torch.cuda.synchronize(): a backward returns there before its last operation has ended, and
+        # what one that failed gives is zero.
+        buffer.check()
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
@@ -133,6 +140,10 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
+    if arguments.ranks < 1 or EXPERTS % arguments.ranks:
+        parser.error(f"--ranks must divide the {EXPERTS} experts")
+    if arguments.tokens < 1 or arguments.steps < 2:
+        parser.error("--tokens must be at least 1, and --steps 2, to see the loss fall")
     with tempfile.TemporaryDirectory() as directory:
         settings = (arguments.ranks, arguments.tokens, arguments.steps, f"{directory}/ranks")
         mp.spawn(run, settings, arguments.ranks)

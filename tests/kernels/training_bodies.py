@@ -37,11 +37,33 @@ def inputs(rank: int, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return x, scores, torch.rand(tokens, TOPK, generator=generator) < 0.2, factor
 
 
-def gradients(exchange: StoreExchange, overrides: dict[str, Any], crossed: bool) -> dict[str, float]:
+def differentiated_twice(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
+    """What torch says to a gradient of a gradient."""
+    training, rank = example(), exchange.rank
+    buffer = bodies.opened(exchange, overrides)
+    x, scores, _, _ = inputs(rank, 2 * exchange.size)
+    x.requires_grad_()
+    weights, ids = scores.softmax(dim=1).topk(TOPK, dim=1)
+    experts = torch.randn(2, HIDDEN, HIDDEN, requires_grad=True)
+    out = training.layer(buffer, x, ids, weights, experts)
+    (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    try:
+        first.square().sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        buffer.destroy()
+    return ""
+
+
+def gradients(
+    exchange: StoreExchange, overrides: dict[str, Any], crossed: bool, dtype: torch.dtype = torch.float32
+) -> dict[str, float]:
     """Largest difference from the dense layer, relative to its largest value: of the output and each gradient.
 
     Args:
         crossed: rows must have crossed once to a node.
+        dtype: of tokens and experts.
     """
     training, rank, ranks = example(), exchange.rank, exchange.size
     if overrides.get("device") == "interpreter":
@@ -50,6 +72,7 @@ def gradients(exchange: StoreExchange, overrides: dict[str, Any], crossed: bool)
     local = 2
     count = local * ranks
     everything = torch.randn(count, HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(1)) / HIDDEN**0.5
+    everything = everything.to(dtype)
 
     def routed(scores: torch.Tensor, dropped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = scores.softmax(dim=1).topk(TOPK, dim=1)
@@ -60,7 +83,7 @@ def gradients(exchange: StoreExchange, overrides: dict[str, Any], crossed: bool)
     mine: tuple[torch.Tensor, ...] = ()
     for source in range(ranks):
         x, scores, dropped, factor = inputs(source, count)
-        x.requires_grad_()
+        x = x.to(dtype).requires_grad_()
         scores.requires_grad_()
         out = training.run_experts(x, *routed(scores, dropped), all_experts)
         (out * factor).sum().backward()
@@ -72,7 +95,7 @@ def gradients(exchange: StoreExchange, overrides: dict[str, Any], crossed: bool)
     expected = (*mine, all_experts.grad[rank * local : (rank + 1) * local])
 
     x, scores, dropped, factor = inputs(rank, count)
-    x.requires_grad_()
+    x = x.to(dtype).requires_grad_()
     scores.requires_grad_()
     experts = everything[rank * local : (rank + 1) * local].clone().requires_grad_()
     if crossed:

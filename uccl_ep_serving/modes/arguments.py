@@ -12,7 +12,17 @@ import torch
 from ..errors import ConfigError
 from ..protocol.message import DTYPE_BF16, DTYPE_F16, DTYPE_F32
 
-__all__ = ["CPU", "VALUE_CODES", "check_device", "check_integer", "check_start", "in_words", "is_tensor", "naming"]
+__all__ = [
+    "CPU",
+    "VALUE_CODES",
+    "check_device",
+    "check_integer",
+    "check_memory",
+    "check_start",
+    "in_words",
+    "is_tensor",
+    "naming",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -76,13 +86,35 @@ def check_device(device: torch.device, **tensors: object) -> None:
                 f"its first tensor was there. Next step: pass tensors on {device}, or build another Buffer with "
                 f"UCCL_EP_DEVICE={tensor.device.type}"
             )
+        check_memory(name, tensor)
+
+
+def check_memory(name: str, tensor: torch.Tensor) -> int:
+    """Address of ``tensor``: kernels read there what it says that it holds.
+
+    Raises:
+        ConfigError: it only stands for another one (DTensor, a collective's result that is not there yet, FakeTensor),
+            so that its address is none; or it is negated when it is read, and kernels would miss that.
+    """
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # torch's own word for some of them
+        start = 0
+    if not start and tensor.numel():
+        raise ConfigError(
+            f"{name} is a {type(tensor).__name__} without memory of its own. Next step: pass what it stands for, as "
+            "x.to_local() of a DTensor, x.wait() of a collective's result, x.clone() of another"
+        )
+    if tensor.is_neg():
+        raise ConfigError(f"{name} is negated lazily, when it is read. Next step: pass x.resolve_neg()")
+    return start
 
 
 def check_start(name: str, tensor: torch.Tensor, device: torch.device) -> int:
     """Address of ``tensor``. Kernels on a device move 16 bytes at a time. Raises ConfigError."""
     if tensor.device != device:
         check_device(device, **{name: tensor})
-    start = tensor.data_ptr()
+    start = check_memory(name, tensor)
     if start % 16 and tensor.numel():
         raise ConfigError(f"{name} must start on a multiple of 16 bytes")
     return start

@@ -12,7 +12,7 @@ from ..handles import LowLatencyHandle
 from ..protocol.command import MAX_WRITE_BYTES
 from ..protocol.layout import LowLatencyPlan
 from ..protocol.message import DTYPE_FP8, DTYPE_FP8_UE8M0, SCALE_BLOCK, element_bytes, row_bytes
-from .arguments import VALUE_CODES, in_words, is_tensor
+from .arguments import VALUE_CODES, check_memory, in_words, is_tensor
 
 __all__ = [
     "UE8M0_BLOCK",
@@ -211,7 +211,7 @@ def check_stats(name: str, stats: torch.Tensor | None, dtype: torch.dtype, lengt
         raise ConfigError(f"{name} must be {str(dtype).removeprefix('torch.')}[{length}], not {in_words(stats)}")
     if stats.device != device:
         raise ConfigError(f"{name} is on {stats.device} and the tokens on {device}")
-    return stats.data_ptr()
+    return check_memory(name, stats)
 
 
 def check_zero_copy(x: torch.Tensor, buffer: torch.Tensor | None) -> None:
@@ -251,6 +251,8 @@ def check_combine(
     for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights), ("out", out)):
         if isinstance(tensor, torch.Tensor) and tensor.device != sent.device:
             raise ConfigError(f"{where}: {name} is on {tensor.device}, and the dispatch was on {sent.device}")
+        if isinstance(tensor, torch.Tensor):
+            check_memory(f"{where}: {name}", tensor)
     # contents are compared on the CPU only: a GPU would have to be waited for, and could not be captured in a graph
     on_cpu = x.device.type == "cpu"
     if not isinstance(topk_idx, torch.Tensor) or not is_tensor(topk_idx, torch.int64, sent.shape):

@@ -134,8 +134,7 @@ class LowLatency:
         check_finish(phase, async_finish, return_recv_hook)
         plan = check_dispatch(runtime.ranks, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, topk_weights)
         coding = dispatch_coding(x, use_fp8, round_scale, use_ue8m0)
-        if x.device != CPU:
-            check_device(CPU, x=x)
+        check_device(CPU, x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         counts_address = check_stats("cumulative_local_expert_recv_stats", counts, torch.int32, plan.local_experts, CPU)
         waits_address = check_stats("dispatch_wait_recv_cost_stats", waits, torch.int64, plan.ranks, CPU)
         # what the handle keeps must not change under it; contiguous for the kernels

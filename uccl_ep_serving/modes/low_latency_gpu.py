@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..gpu.context import GpuContext
 from ..handles import EventOverlap, LowLatencyHandle
 from ..protocol.layout import LowLatencyPlan
-from .arguments import VALUE_CODES, check_start
+from .arguments import VALUE_CODES, check_memory, check_start
 from .epoch import RECEIVE_FIRST, RecvHook
 from .low_latency_arguments import (
     check_combine,
@@ -117,7 +117,10 @@ class LowLatencyGpu:
             "cumulative_local_expert_recv_stats", counts, torch.int32, plan.local_experts, device
         )
         waits_address = check_stats("dispatch_wait_recv_cost_stats", waits, torch.int64, plan.ranks, device)
+        check_memory("low-latency dispatch: topk_idx", topk_idx)
         ids = topk_idx.contiguous()
+        if topk_weights is not None:
+            check_memory("low-latency dispatch: topk_weights", topk_weights)
         weights = None if topk_weights is None else topk_weights.contiguous()
         if known is None:
             serving = session.enter(phase, plan, coding, x, round_scale, weights is not None)

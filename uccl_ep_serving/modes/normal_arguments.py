@@ -187,8 +187,7 @@ class NormalArguments(Generic[_Handle]):
         """``x`` as a contiguous matrix on the device whose rows are multiples of 16 bytes."""
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"{name} must be a tensor, not {type(x).__name__}")
-        if x.device != self._device:
-            check_device(self._device, **{name: x})
+        check_device(self._device, **{name: x})
         if x.dim() != 2 or x.shape[1] == 0:
             raise ConfigError(f"{name} must be [tokens, hidden] with hidden > 0, not {in_words(x)}")
         if not x.is_contiguous():
