@@ -84,6 +84,7 @@ CASES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("kind", WITHOUT_MEMORY)
 @pytest.mark.parametrize(("mode", "wrong"), CASES)
 def test_a_tensor_without_memory_is_refused(buffer: Buffer, mode: Callable[..., None], wrong: str, kind: str) -> None:

@@ -17,8 +17,8 @@ from tests.support.ranks import Ranks
 from tests.support.source_tree import ROOT
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 
-#: Where the wall clock may be read: the age of a file, and of a record.
-_DATED = {"native/cache.py", "check/stamp.py"}
+#: Where the wall clock may be read: the age of a file, and of a record; when a Buffer was opened.
+_DATED = {"native/cache.py", "check/stamp.py", "data_plane/runtime.py"}
 
 
 def test_a_dev_shm_without_room_is_not_needed() -> None:

@@ -21,7 +21,7 @@ from ..kernels.cpu import low_latency as kernels
 from ..native.groups import load
 from ..protocol.layout import LowLatencyPlan
 from ..protocol.message import FORM_EXPANDED, FORM_REDUCED, SCALE_BLOCK
-from .arguments import CPU, VALUE_CODES, check_device
+from .arguments import CPU, VALUE_CODES, check_device, check_memory
 from .epoch import RECEIVE_FIRST, Epoch, InFlight, RecvHook
 from .low_latency_arguments import (
     Coding,
@@ -264,6 +264,9 @@ class LowLatency:
         plan: LowLatencyPlan = handle.plan
         if not handle.received:
             raise ConfigError(f"{phase}: the dispatch of this handle is not received yet. {RECEIVE_FIRST}")
+        for name, given in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights), ("out", out)):
+            if isinstance(given, torch.Tensor) and given.device == CPU:
+                check_memory(f"{phase}: {name}", given)
         check_combine(plan, handle, x, topk_idx, topk_weights, out)
         if zero_copy:
             check_zero_copy(x, self._combine_buffers.get((plan, x.dtype)))

@@ -235,6 +235,7 @@ class LowLatencyGpu:
             raise session.combines.refusal(phase)
         coding, reduced = combine_coding(x), handle.topk_weights is not None
         session.compile_combine(kernels, coding.dtype, reduced)
+        check_memory("low-latency combine: topk_weights", topk_weights)
         weights = topk_weights.contiguous() if handle.topk_weights is None else handle.topk_weights
         result = torch.empty(topk_idx.shape[0], plan.hidden, dtype=x.dtype, device=device) if out is None else out
         out_start = check_start("low-latency combine: out", result, device)
