@@ -57,11 +57,16 @@ def engine_parse(arguments: list[str]) -> dict[str, Any]:
             {"HEAD": "10.0.0.1", "NNODES": "2"},
             {"data_parallel_backend": "ray", "data_parallel_size": 16, "all2all_backend": "uccl_ep"},
         ),
-        ("prefill_decode.sh", ("prefill",), {}, {"all2all_backend": "uccl_ep_high_throughput", "port": 8100}),
+        (
+            "prefill_decode.sh",
+            ("prefill",),
+            {"ADDRESS": "10.0.0.1"},
+            {"all2all_backend": "uccl_ep_high_throughput", "port": 8100},
+        ),
         (
             "prefill_decode.sh",
             ("decode",),
-            {"WINDOW": "128"},
+            {"WINDOW": "128", "ADDRESS": "10.0.0.2"},
             {"all2all_backend": "uccl_ep_low_latency", "max_num_batched_tokens": 128},
         ),
     ],
