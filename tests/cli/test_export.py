@@ -64,7 +64,7 @@ def test_a_scrape_says_what_a_buffer_does(url: str) -> None:
     assert found[key("uccl_ep_operation_tokens_total", operation="ll_combine")] == 24
     assert found[key("uccl_ep_operation_seconds_total", operation="ll_combine")] > 0
     assert found[key("uccl_ep_operation_latest_seconds", operation="ll_dispatch", quantile="0.5")] > 0
-    assert found[key("uccl_ep_running_seconds")] == 0
+    assert found[key("uccl_ep_wait_seconds")] == 0
     assert found[key("uccl_ep_epoch")] == buffer.stats()["epoch"]
     names = {metric.name + "_total" * metric.only_grows for metric in export.METRICS}
     # alone a rank has peers of no kind and waits for none
@@ -76,8 +76,8 @@ def test_a_scrape_says_what_a_buffer_does(url: str) -> None:
 def test_one_that_does_not_answer_is_down_under_the_rank_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Served(0, 7, 2)
     counters = {
-        **{"rank": 3, "state": "ok", "epoch": 0, "opened": 1.0, "running": None},
-        **{"ops": {}, "waits": {"samples": 1, "by_peer": {"1": 1}}},
+        **{"rank": 3, "state": "ok", "epoch": 0, "opened": 1.0},
+        **{"ops": {}, "waits": {"samples": 1, "by_peer": {"1": 1}, "seconds": 0.0}},
     }
     readings = {one: Reading(7, counters)}
     monkeypatch.setattr(export, "read_all", lambda: readings)

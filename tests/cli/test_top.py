@@ -29,7 +29,7 @@ def counters(factor: int = 1, **changes: Any) -> dict[str, Any]:
         "why": "",
         "running": None,
         "waits_for": None,
-        "waits": {"samples": 100 * factor, "by_peer": {}},
+        "waits": {"samples": 100 * factor, "by_peer": {}, "seconds": 0.0},
         "masked": [],
         "lost": [],
         "transport_by_peer": {"0": "direct", "2": "shm", "3": "shm"},
@@ -88,7 +88,7 @@ def test_who_is_missing_is_said_and_counts_as_no_peer() -> None:
     buffers, _, trouble = shown(counters(masked=[3], lost=[0, 2], state="lost", why="rank 2: its process ended"))
     (row,) = cells(buffers)
     assert row[2:4] == ["lost", "masked 3; lost 0, 2"]
-    assert trouble == "rank 1, process 7: lost: rank 2: its process ended"
+    assert str(trouble) == "rank 1, process 7: lost: rank 2: its process ended"
 
 
 def test_a_rank_whose_windows_are_built_is_not_alone() -> None:
@@ -129,14 +129,15 @@ def test_an_operation_that_is_not_called_has_no_line_where_pictures_follow() -> 
 
 
 def test_a_straggler_is_named_by_those_that_wait_for_it() -> None:
-    begun, now = ({"samples": count, "by_peer": {"0": 5, "3": most}} for count, most in ((100, 50), (120, 68)))
+    begun, now = (
+        {"samples": count, "by_peer": {"0": 5, "3": most}, "seconds": 0.2} for count, most in ((100, 50), (120, 68))
+    )
     (row,) = cells(shown(counters(2, waits=now), counters(1), counters(1, waits=begun))[0])
     assert row[9] == "rank 3 (90%)"
     (row,) = cells(shown(counters(2, waits=now))[0])
     assert row[9] == "rank 3 (57%)"
-    running = {"call": "low_latency_combine", "seconds": 4.2}
     pending = {"peer": 0, "phase": "low-latency combine", "channel": 1, "arrived": 0, "expected": 1}
-    (row,) = cells(shown(counters(2, running=running, waits_for=pending, waits=now))[0])
+    (row,) = cells(shown(counters(2, waits_for=pending, waits={**now, "seconds": 4.2}))[0])
     assert row[9] == "rank 0, for 4 s"
 
 
@@ -148,8 +149,8 @@ def test_a_process_that_does_not_answer_is_shown_and_looked_at() -> None:
                 os.waitid(os.P_PID, process.pid, os.WSTOPPED)
             buffers, _, trouble = top.picture({ONE: Reading(process.pid, None)}, {}, 1.0)
             assert cells(buffers)[0][:3] == [str(process.pid), "-", "silent"]
-            assert f"process {process.pid}: it does not answer" in trouble
-            assert f"{words} " in trouble
+            assert f"process {process.pid}: it does not answer" in str(trouble)
+            assert f"{words} " in str(trouble)
         process.kill()
 
 

@@ -122,14 +122,14 @@ def _proxied(now: Counters, before: Counters, seconds: float) -> Iterator[str]:
 
 def _waits(now: Counters, before: Counters) -> str:
     """For whom a rank waits, or has been found waiting most since ``before``."""
-    running, pending = now.get("running"), now.get("waits_for")
-    if running and pending and running["seconds"] > 1:
-        return f"rank {pending['peer']}, for {running['seconds']:.0f} s"
-    samples = now.get("waits", {}).get("samples", 0) - before.get("waits", {}).get("samples", 0)
+    waits, pending = now.get("waits", {}), now.get("waits_for")
+    if pending and waits["seconds"] > 1:
+        return f"rank {pending['peer']}, for {waits['seconds']:.0f} s"
+    samples = waits.get("samples", 0) - before.get("waits", {}).get("samples", 0)
     if samples <= 0:
         return ""
     earlier = before.get("waits", {}).get("by_peer", {})
-    shares = {peer: (count - earlier.get(peer, 0)) / samples for peer, count in now["waits"]["by_peer"].items()}
+    shares = {peer: (count - earlier.get(peer, 0)) / samples for peer, count in waits["by_peer"].items()}
     peer = max(shares, key=shares.__getitem__, default=None)
     return f"rank {peer} ({shares[peer]:.0%})" if peer is not None and shares[peer] >= _TELLING else ""
 
@@ -176,7 +176,7 @@ def picture(
         for line in _operations(counters, earlier, seconds, begun is None):
             operations.add_row(*who, *line)
     operations.caption = _CAPTION if now else _NOTHING
-    return [buffers, operations, *troubles]
+    return [buffers, operations, *map(Text, troubles)]
 
 
 @app.command()

@@ -95,5 +95,8 @@ class WaitLog:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Samples so far, and of these, by peer, those in which this rank waited for it."""
-        return {"samples": self._samples, "by_peer": {str(peer): count for peer, count in self._by_peer.copy().items()}}
+        """Samples so far, and of these, by peer, those in which this rank waited for it; the seconds since the first of
+        them in the operation that waits now, 0 while none does."""
+        seconds = time.monotonic() - self._since if self._operation is not None else 0.0
+        by_peer = {str(peer): count for peer, count in self._by_peer.copy().items()}
+        return {"samples": self._samples, "by_peer": by_peer, "seconds": round(seconds, 3)}
