@@ -13,6 +13,9 @@ from uccl_ep_serving.errors import ConfigError
 
 __all__ = ["Target", "load_cards", "load_targets", "missed_reasons", "target_rows"]
 
+#: What is said of a target.
+MET, MISSED, CANNOT_TELL, NOT_MEASURED = "met", "missed", "cannot tell", "not measured"
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -24,6 +27,8 @@ class Target:
         value: one or two lists of keys into it, joined by "/".
         at_most, at_least: the bound; exactly one of them.
         missed: what bounds the figure and where the time goes; shown only while the target is missed.
+        interval: where the result has the interval of the value, "low" and "high" below it: only one that lies on one
+            side of the bound meets or misses it.
     """
 
     words: str
@@ -32,6 +37,7 @@ class Target:
     at_most: float | None = None
     at_least: float | None = None
     missed: str = ""
+    interval: str = ""
 
     def __post_init__(self) -> None:
         if len(self.value) not in (1, 2) or (self.at_most is None) == (self.at_least is None):
@@ -51,8 +57,21 @@ class Target:
             return found[0]
         return found[0] / found[1] if found[1] else None
 
-    def met(self, measured: float) -> bool:
-        """True when ``measured`` is within the bound."""
+    def verdict(self, results: Mapping[str, Any]) -> str:
+        """MET, MISSED, CANNOT_TELL or NOT_MEASURED."""
+        measured = self.measured(results)
+        if measured is None:
+            return NOT_MEASURED
+        ends = [measured]
+        if self.interval:
+            place: Any = results[self.result]
+            for key in self.interval.split("/"):
+                place = place[key]
+            ends = [float(place["low"]), float(place["high"])]
+        within = {self._within(end) for end in ends}
+        return CANNOT_TELL if len(within) > 1 else MET if True in within else MISSED
+
+    def _within(self, measured: float) -> bool:
         if self.at_most is not None:
             return measured <= self.at_most
         return self.at_least is not None and measured >= self.at_least
@@ -95,12 +114,8 @@ def target_rows(targets: Iterable[Target], results: Mapping[str, Any]) -> tuple[
     for target in targets:
         measured = target.measured(results)
         bound = f"at most {target.at_most:g}" if target.at_most is not None else f"at least {target.at_least:g}"
-        if measured is None:
-            rows.append([target.words, target.result, bound, "-", "not measured"])
-        else:
-            rows.append(
-                [target.words, target.result, bound, f"{measured:.3g}", "met" if target.met(measured) else "missed"]
-            )
+        shown = "-" if measured is None else f"{measured:.3g}"
+        rows.append([target.words, target.result, bound, shown, target.verdict(results)])
     return ["target", "result", "bound", "measured", "verdict"], rows
 
 
@@ -112,7 +127,7 @@ def missed_reasons(targets: Iterable[Target], results: Mapping[str, Any]) -> lis
     lines = []
     for target in targets:
         measured = target.measured(results)
-        if measured is not None and not target.met(measured):
+        if measured is not None and target.verdict(results) == MISSED:
             commit = results[target.result].get("machine", {}).get("commit")
             figure = f"{measured:.3g} at commit {commit}" if commit else f"{measured:.3g}"
             lines.append(f"{target.words} ({figure}): {' '.join(target.missed.split()) or 'not explained yet'}")

@@ -61,18 +61,18 @@ Written by `make bench` (`benchmarks/run.py`) from `results/*.json`, which hold 
 nothing here by hand. `make bench ARGS="--only prefill"` measures one card again.
 
 Times are those of the slowest rank, medians with p10 - p90. A ratio is theirs over ours, taken round by round from
-calls measured right after one another: 2.00 means that the other takes twice as long. `memcpy` is the bound: every
-byte that a rank sends is copied once, without gathering, waiting or summing. `gloo` and `mpi` gather rows once per
-(token, rank), exchange them with counts known beforehand, and sum what returns in float32; they carry no expert ids,
-weights or counts and unpack nothing per expert. Every sample was verified against the oracle; in
-back-to-back runs (`small-steady`) only the last.
+calls measured right after one another: 2.00 means that the other takes twice as long. `memcpy` is a reference: every
+byte that a rank sends is copied once, without gathering, waiting or summing, by the library's copy, which caches what
+it writes (ours does not, and may be faster). `gloo` and `mpi` gather rows once per (token, rank), exchange them with
+counts known beforehand, and sum what returns in float32; they carry no expert ids, weights or counts and unpack
+nothing per expert. Every sample was verified against the oracle; in back-to-back runs (`small-steady`) only the last.
 
-A byte for another rank is copied once on the direct path (gathered into the peer's memory), twice through proxies over
-shm (gathered for the proxy, then by it), three times over tcp (gathered, into the socket, out of it into place), and a
-combine reads what came once more to sum it. So the bound of normal mode is about 1, 1.5 and 2 times `memcpy` for two
-ranks, where half of the rows stay. A low-latency dispatch also writes each row once per expert that wants it, as
-DeepEP's layout asks, and a combine reads as many: with top-8 on two ranks four per row received. `unpack` is the bound
-of that: it writes those rows from memory of the rank itself, with no peer at all, and reads them.
+A byte for another rank is copied once on the direct path (gathered into the peer's memory), twice through proxies
+over shm (gathered for the proxy, then by it), three times over tcp (gathered, into the socket, out of it into place),
+and a combine reads what came once more to sum it. So normal mode moves about 1, 1.5 and 2 times as much as `memcpy`
+for two ranks, where half of the rows stay. A low-latency dispatch also writes each row once per expert that wants it,
+as DeepEP's layout asks, and a combine reads as many: with top-8 on two ranks four per row received. `unpack` is the
+reference for that: it writes those rows from memory of the rank itself, with no peer at all, and reads them.
 """
 
 

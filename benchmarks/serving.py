@@ -73,8 +73,14 @@ def main() -> None:
     starts = [{name: value for name, value in start.items() if name != "answers"} for start in result["starts"]]
     for start in starts:
         start["servers"] = {name: {**server, "command": []} for name, server in start["servers"].items()}
-    times = {one["b"]: 1 / one["ratio"] for one in result["verdicts"] if one["figure"] == "tokens_per_second"}
-    found = {**result, "starts": starts, "machine": starts[0]["machine"], "times_baseline": times}
+    rates = [one for one in result["verdicts"] if one["figure"] == "tokens_per_second"]
+    found = {
+        **result,
+        "starts": starts,
+        "machine": starts[0]["machine"],
+        "times_baseline": {one["b"]: 1 / one["ratio"] for one in rates},
+        "times_baseline_interval": {one["b"]: {"low": 1 / one["high"], "high": 1 / one["low"]} for one in rates},
+    }
     target = HERE / "results" / f"serving-{plan.engine}.json"
     target.write_text(json.dumps(found, indent=1) + "\n")
     subprocess.run([sys.executable, str(HERE / "run.py"), "--render"], check=True)

@@ -158,12 +158,22 @@ class TestProblems:
 
 
 class TestTargets:
+    @pytest.mark.parametrize(
+        ("low", "high", "verdict"), [(0.8, 0.95, "missed"), (0.8, 1.3, "cannot tell"), (1.0, 1.3, "met")]
+    )
+    def test_an_interval_must_lie_on_one_side(self, low: float, high: float, verdict: str) -> None:
+        results = {"a": {"times": {"x": 1.1}, "interval": {"x": {"low": low, "high": high}}}}
+        target = Target("w", "a", ("times/x",), at_least=1, interval="interval/x")
+        assert target.verdict(results) == verdict
+        assert bool(missed_reasons([target], results)) == (verdict == "missed")
+
     def test_values_and_quotients(self) -> None:
         results = {"a": {"x": {"y": 6.0}, "z": 3.0}}
         quotient = Target("w", "a", ("x/y", "z"), at_most=1.5)
         assert quotient.measured(results) == 2.0
-        assert not quotient.met(2.0)
-        assert Target("w", "a", ("x/y",), at_least=6).met(6.0)
+        assert quotient.verdict(results) == "missed"
+        assert Target("w", "a", ("x/y",), at_least=6).verdict(results) == "met"
+        assert Target("w", "a", ("x/q",), at_least=6).verdict(results) == "not measured"
         assert Target("w", "a", ("x/q",), at_least=6).measured(results) is None
         with pytest.raises(ConfigError, match="either"):
             Target("w", "a", ("x",))

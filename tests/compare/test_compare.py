@@ -25,14 +25,22 @@ from typer.testing import CliRunner
 
 from uccl_ep_serving.bench.card import Card
 from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.bench.measure import order_of_round
 from uccl_ep_serving.bench.problem import WrongData
 from uccl_ep_serving.cli import compare as command
 from uccl_ep_serving.cli.compare import _next_start, app, run_standalone
 from uccl_ep_serving.compare import run as compare_run
 from uccl_ep_serving.compare.advice import verdicts_to_keep
-from uccl_ep_serving.compare.directory import missing_starts, open_directory, read_starts, start_file, write_json
+from uccl_ep_serving.compare.directory import (
+    finished,
+    missing_starts,
+    open_directory,
+    read_starts,
+    start_file,
+    write_json,
+)
 from uccl_ep_serving.compare.page import sentence
-from uccl_ep_serving.compare.plan import Plan, given, order_of_round
+from uccl_ep_serving.compare.plan import Plan, given
 from uccl_ep_serving.compare.plot import Bars, _bars, _quotients
 from uccl_ep_serving.compare.report import page_of, write_reports
 from uccl_ep_serving.compare.results import assemble
@@ -167,12 +175,15 @@ class TestDirectories:
         self, tmp_path: Path, other: dict[str, Any], words: str
     ) -> None:
         one = plan()
+        assert not finished(tmp_path, one)
         with open_directory(tmp_path, one, package()):
             pass
+        assert not finished(tmp_path, one)
         with pytest.raises(ConfigError, match=words), open_directory(tmp_path, one, other):
             pass
         for number in (1, 2, 3):
             write_json(start_file(tmp_path, number), start_of(one, number))
+        assert finished(tmp_path, one).startswith(f"compare: nothing is measured: {tmp_path} holds all starts already")
         with open_directory(tmp_path, one, other):
             pass
 
@@ -457,9 +468,34 @@ class TestResults:
             ("gloo-gather", "tcp", "bfloat16", 4)
         ]
         assert kept[0].ratio == pytest.approx(2)
-        slowed = copy.deepcopy(result)
-        slowed["plan"]["slowed"] = {"uccl_ep": 5.0}
-        assert not verdicts_to_keep(slowed)
+        changes: dict[str, Callable[[Any], Any]] = {
+            "slowed on purpose": lambda one: one["plan"].update(slowed={"uccl_ep": 5.0}),
+            "a routing of the user's own": lambda one: one["plan"]["card"].update(route="zipf:1.2"),
+            "variables of the user's own": lambda one: one["starts"][0].update(environment={"UCCL_EP_CHANNELS": "2"}),
+            "figures in doubt": lambda one: one.update(doubts=["something else was running"]),
+            "it cannot tell": lambda one: [each.update(words="cannot tell (-3 .. +40 %)") for each in one["verdicts"]],
+        }
+        for change in changes.values():
+            other = copy.deepcopy(result)
+            change(other)
+            assert not verdicts_to_keep(other)
+
+    def test_what_else_was_running_is_noticed_before_any_start(self, tmp_path: Path) -> None:
+        one = plan("uccl_ep", "gloo")
+        quiet = [start_of(one, number) for number in (1, 2, 3)]
+        for start in quiet:
+            start["machines"][0].update(cores=8, ranks=[0, 1], load=[0.8 if start["start"] == 1 else 4.0, 0, 0])
+        assert not assemble(one, quiet, tmp_path)["doubts"]  # what the two ranks before have left
+        for number in range(3):
+            loud = copy.deepcopy(quiet)
+            loud[number]["machines"][0]["load"] = [7.0, 0, 0]
+            (doubt,) = assemble(one, loud, tmp_path)["doubts"]
+            assert doubt == f"The load before start {number + 1} was 0.9 per core: something else was running."
+
+    def test_rows_that_are_quantised_outside_of_the_timer_are_told(self, tmp_path: Path) -> None:
+        one = plan("uccl_ep", "gloo-gather", card={"dtype": "fp8", "hidden": 512})
+        (doubt,) = assemble(one, [start_of(one, number) for number in (1, 2, 3)], tmp_path)["doubts"]
+        assert doubt.startswith("gloo-gather got rows in FP8")
 
 
 class TestReports:

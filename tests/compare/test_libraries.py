@@ -131,7 +131,7 @@ def test_what_stands_for_the_experts_is_not_timed_and_runs_before_the_last_combi
     subject: Any = types.SimpleNamespace(phases={name: phase(name) for name in ("dispatch", EXPERTS, "combine")})
     group: Any = types.SimpleNamespace(start_together=lambda: None)
     subject.touch = lambda name, variant: called.append(f"touch {name}")
-    assert set(back_to_back(subject, group, 0, 3)) == {"dispatch", "combine"}
+    assert set(back_to_back(subject, group, 0, 3, checked=True)) == {"dispatch", "combine"}
     assert called == ["dispatch", "combine"] * 2 + ["dispatch", EXPERTS, "combine"]
     called.clear()
     assert set(from_rest(subject, group, 0)) == {"dispatch", "combine"}

@@ -348,4 +348,8 @@ class TestTheCommand:
             words = engine.client("http://h:1", "m", "t", LOAD, 3, Path("/out/r.json"))
             assert {"http://h:1", "m", "t", "3"} <= set(words)
             assert words[:2] == [sys.executable, "-m"]
+            assert ("--max-concurrency" in words, words[words.index("--request-rate") + 1]) == (True, "inf")
+            # a place would have to come free first, and time to the first token counts from then
+            rated = engine.client("http://h:1", "m", "t", dataclasses.replace(LOAD, rate=7.5), 3, Path("/out/r.json"))
+            assert ("--max-concurrency" in rated, rated[rated.index("--request-rate") + 1]) == (False, "7.5")
         assert engines.shown(["x" * 100]).endswith("...")

@@ -104,6 +104,16 @@ class TestAnswers:
         assert result["answers"]["uccl_ep"]["mean"] < 0.05 < result["answers"]["uccl_ep"]["worst_answer"]
         assert "0.15 in the worst answer" in result["wrong"]["uccl_ep"]
 
+    @pytest.mark.parametrize("nans", [(0,), (1,)])
+    def test_one_that_is_no_number_is_not_near_whichever_answer_it_is_in(self, nans: tuple[int, ...]) -> None:
+        mine = [*answers(), *answers()]
+        other: list[Any] = [{**one, "text": "u"} for one in mine]
+        for number in nans:
+            first, *more = other[number]["top"]
+            other[number] = {**other[number], "top": [dict.fromkeys(first, None), *more]}
+        result = result_of({"uccl_ep": 1.0, "none": 1.0}, answers={"uccl_ep": other, "none": mine})
+        assert "uccl_ep" in result["wrong"]
+
     @pytest.mark.parametrize("one", [{"a": -1.0}, {"b": float("nan")}])
     def test_answers_that_cannot_be_compared_are_not_alike(self, one: dict[str, float]) -> None:
         other = [{**answers()[0], "text": "u", "tokens": ["x"], "top": [one]}]
@@ -154,7 +164,7 @@ class TestReports:
         speeds = {"uccl_ep": 120.0, "uccl_ep#2": 100.0}
         result = assemble(plan, [start_of(plan, number, speeds, machine=busy) for number in (1, 2, 3)])
         told = "\n".join(result["caveats"])
-        for words in ("tiny model", "load before the first start was 2.5", "differed from their commit", "and itself"):
+        for words in ("tiny model", "load before start 1 was 2.5", "differed from their commit", "and itself"):
             assert words in told
 
 

@@ -100,14 +100,26 @@ def test_five_percent_is_found_and_its_direction_is_right() -> None:
     assert found.count("slower") >= 36
 
 
-def test_starts_that_differ_are_not_told_apart_though_rounds_agree() -> None:
-    """Of three starts a bootstrap alone claims a direction whenever all fall on one side: one time in four."""
-    generator = np.random.default_rng(1)
-    claimed = 0
-    for _ in range(RUNS):
-        ours, theirs = (noise(3, 10, 0.05, generator) for _ in range(2))
-        claimed += bool(compare_paired(ours, theirs).direction)
-    assert claimed <= 9  # twenty-five without Student's interval
+def claims(effect: float, starts: int, runs: int) -> list[str]:
+    """Directions of ``runs`` comparisons of ours, which takes ``effect`` times as long, where starts differ by 4 %."""
+    generator = np.random.default_rng(starts)
+    sides = [(noise(starts, 10, 0.03, generator) * effect, noise(starts, 10, 0.03, generator)) for _ in range(runs)]
+    return [compare_paired(*side).direction for side in sides]
+
+
+@pytest.mark.parametrize("starts", [3, 5, 12])
+def test_equals_are_told_apart_one_time_in_twenty_however_many_starts(starts: int) -> None:
+    """Of three starts a bootstrap alone claims a direction whenever all fall on one side: one time in four. The bound
+    is four standard deviations above a twentieth of the runs."""
+    runs = 200
+    assert sum(map(bool, claims(1.0, starts, runs))) <= runs / 20 + 4 * math.sqrt(runs * 0.05 * 0.95)
+
+
+def test_more_starts_tell_more() -> None:
+    found = [claims(1.05, starts, 40) for starts in (3, 8, 20)]
+    assert {word for one in found for word in one} <= {"slower", ""}
+    assert [one.count("slower") for one in found] == sorted(one.count("slower") for one in found)
+    assert found[-1].count("slower") >= 38
 
 
 class TestAnyPairedSamples:
@@ -151,6 +163,7 @@ class TestWords:
         ("factor", "words"),
         [
             (0.88, r"faster: 12 % less time \(\d+ \.\. \d+ %\)"),
+            (0.98, r"faster: 1\.8 % less time \(\d\.\d \.\. \d\.\d %\)"),
             (1.25, r"slower: 25 % more time \(\d+ \.\. \d+ %\)"),
             (1.0, r"no difference seen \(-\d \.\. \+\d %\)"),
             (0.2, r"faster: 80 % less time \(\d+ \.\. \d+ %\)"),

@@ -72,6 +72,13 @@ def test_the_nearest_number_of_tokens_counts_and_the_latest_of_a_shape() -> None
     assert [one.ratio for one in find(dataclasses.replace(SHAPE, tokens=70))] == [1.2]
 
 
+def test_an_old_report_that_is_shown_again_replaces_nothing() -> None:
+    new = dataclasses.replace(verdict(1.1, 1.2, 1.3), when="2026-11-24T05:00:00+00:00")
+    store(new)
+    store(verdict(2.0, 2.1, 2.2))
+    assert find(SHAPE) == [new]
+
+
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "_MOST", 3)
     store(*(verdict(1.1, 1.2, 1.3, hidden=hidden) for hidden in (128, 256, 384, 512)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.util
 import os
 import platform
@@ -55,6 +56,17 @@ def _commit() -> str:
     return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no", "--", *_SOURCES) else "")
 
 
+def sources_digest() -> str:
+    """Of the package's own sources: no commit tells two states apart that differ from it, nor two wheels."""
+    digest, package = hashlib.sha256(), Path(__file__).parents[1]
+    for part in sorted(package.iterdir()):
+        # kernels and proxy of a checkout are links
+        for file in sorted(part.resolve().rglob("*.py")) if part.is_dir() else [part] * (part.suffix == ".py"):
+            digest.update(f"{part.name}/{file.name}".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def _cpu() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -80,10 +92,11 @@ def host_identity() -> str:
 
 
 def describe() -> dict[str, Any]:
-    """Commit, CPU, cores, memory, load average (1, 5, 15 minutes), kernel, versions and time (UTC)."""
+    """Commit, digest of the sources, CPU, cores, memory, load average (1, 5, 15 minutes), kernel, versions, UTC."""
     return {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
+        "sources": sources_digest(),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),

@@ -17,7 +17,7 @@ import torch
 
 from uccl_ep_serving.bench.card import PATHS, Card
 from uccl_ep_serving.bench.machine import describe
-from uccl_ep_serving.bench.measure import Group, back_to_back, call, from_rest
+from uccl_ep_serving.bench.measure import Group, back_to_back, call, from_rest, order_of_round
 from uccl_ep_serving.bench.peers import open_peer, why_not
 from uccl_ep_serving.bench.problem import VARIANTS, FlatProblem, LowLatencyProblem, WrongData
 from uccl_ep_serving.bench.routing import Routing
@@ -69,7 +69,11 @@ def _open_ours(
 def _measure(subject: Subject, group: Group, variant: int, repeat: int) -> tuple[dict[str, int], float]:
     """Nanoseconds of each phase on this rank, and the distance of the last call from the oracle."""
     call(subject, (variant + 1) % VARIANTS)
-    taken = from_rest(subject, group, variant) if repeat == 1 else back_to_back(subject, group, variant, repeat)
+    taken = (
+        from_rest(subject, group, variant)
+        if repeat == 1
+        else back_to_back(subject, group, variant, repeat, checked=True)
+    )
     distance, problem = 0.0, ""
     try:
         distance = subject.check(variant)
@@ -87,10 +91,8 @@ def _rounds(
         name: {phase: [] for phase in (*timed(subject), LAYER)} for name, subject in subjects.items()
     }
     verified = {name: {"calls": 0, "distance": 0.0} for name in subjects}
-    names = list(subjects)
     for number in range(card.warmup + card.iterations):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in order_of_round(list(subjects), number):
             taken, distance = _measure(subjects[name], group, number % VARIANTS, card.repeat)
             verified[name]["calls"] += 1
             verified[name]["distance"] = max(verified[name]["distance"], distance)

@@ -93,12 +93,19 @@ def wire_rows(result: Result) -> tuple[list[str], list[list[str]]]:
                     f"{sent['messages']:,.1f}",
                     f"{sent['writes']:,.1f}",
                     f"{sent['nbytes']:,.0f}",
-                    f"1 / {fewer:,.0f}" if fewer else "-",
+                    _quotient(fewer),
                     f"{sent['nbytes'] / nbytes:.3f}" if sent["nbytes"] and nbytes else "-",
                 ]
             )
     rows.sort(key=lambda row: list(theirs).index(row[0]))
     return ["phase", "who", "messages", "writes", "bytes", "messages, of theirs", "bytes, of theirs"], rows
+
+
+def _quotient(fewer: float) -> str:
+    """How many messages are ours for one of theirs, of which there are ``fewer`` for one of ours; 0 = nobody knows."""
+    if not fewer:
+        return "-"
+    return f"1 / {fewer:,.0f}" if fewer >= 1 else f"{1 / fewer:,.1f}"
 
 
 def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -24,6 +24,7 @@ from uccl_ep_serving.cli.console import wide_console
 from uccl_ep_serving.cli.ranks import run_as_rank, start_ranks
 from uccl_ep_serving.compare.directory import (
     begin_anew,
+    finished,
     missing_starts,
     open_directory,
     read_starts,
@@ -232,6 +233,8 @@ def compare(
         raise typer.Exit(2) from None
     directory = Path(output or f"uccl-ep-compare-{plan.digest}")
     try:
+        if rank == 0 and (said := finished(directory, plan)):
+            typer.echo(said, err=True)
         if launcher:
             prepare_rank(rank, size)
             _run_rank(plan, 0, directory, timeout)

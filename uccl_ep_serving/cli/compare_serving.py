@@ -20,6 +20,7 @@ from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.cli.console import wide_console
 from uccl_ep_serving.compare.directory import (
     begin_anew,
+    finished,
     missing_starts,
     open_directory,
     read_json,
@@ -179,7 +180,7 @@ def compare_serving(
     starts: Annotated[int, typer.Option(help="How often every server is started anew.")] = 3,
     rounds: Annotated[int, typer.Option(help="Loads of each server, after one to warm it up.")] = 3,
     requests: Annotated[int, typer.Option(help="Requests of a round.", show_default="256, demo 32")] = 0,
-    at_once: Annotated[int, typer.Option(help="In flight.", show_default="64, demo 8")] = 0,
+    at_once: Annotated[int, typer.Option(help="In flight, without --rate.", show_default="64, demo 8")] = 0,
     rate: Annotated[float, typer.Option(help="Requests per second; 0: as fast as those in flight allow.")] = 0.0,
     input_tokens: Annotated[int, typer.Option(help="Of each request.", show_default="512, demo 64")] = 0,
     output_tokens: Annotated[int, typer.Option(help="Of each request.", show_default="128, demo 64")] = 0,
@@ -230,6 +231,8 @@ def compare_serving(
             profiled_steps=profile_steps,
         )
         directory = Path(output or f"uccl-ep-serving-{plan.digest}")
+        if said := finished(directory, plan):
+            typer.echo(said.replace("compare:", "compare-serving:", 1), err=True)
         run_starts(plan, directory, timeout)
         good = _report(plan, directory)
     except ConfigError as error:

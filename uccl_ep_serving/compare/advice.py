@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from uccl_ep_serving.bench.card import DTYPES
+from uccl_ep_serving.bench.card import DTYPES, UNIFORM
 from uccl_ep_serving.compare.plan import Plan
 from uccl_ep_serving.compare.results import LAYER
+from uccl_ep_serving.compare.statistics import CANNOT_TELL
 from uccl_ep_serving.traffic.advice import Shape, Verdict, store
 
 __all__ = ["ENGINES_COLLECTIVES", "keep", "verdicts_to_keep"]
@@ -17,8 +18,12 @@ ENGINES_COLLECTIVES = ("gloo-gather", "nccl-gather")
 
 
 def verdicts_to_keep(result: Mapping[str, Any]) -> list[Verdict]:
-    """A layer through ours beside each of :data:`ENGINES_COLLECTIVES` that was measured; none of a slowed backend."""
+    """A layer through ours beside each of :data:`ENGINES_COLLECTIVES` that was measured. None of a slowed backend, of a
+    routing or of settings of the user's own, of figures that are in doubt, and none that cannot tell."""
     card, first = result["plan"]["card"], result["starts"][0]
+    own = [name for name in first["environment"] if name.startswith("UCCL_EP_")]
+    if result["doubts"] or card["route"] != UNIFORM or own:
+        return []
     shape_of = {
         name: Shape(
             mode=card["mode"],
@@ -48,6 +53,7 @@ def verdicts_to_keep(result: Mapping[str, Any]) -> list[Verdict]:
         if one["phase"] == LAYER
         and one["a"] in shape_of
         and one["b"] in ENGINES_COLLECTIVES
+        and not one["words"].startswith(CANNOT_TELL)
         and not {one["a"], one["b"]} & set(result["plan"]["slowed"])
     ]
 

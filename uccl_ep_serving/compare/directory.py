@@ -21,6 +21,7 @@ __all__ = [
     "FEWEST_STARTS",
     "Planned",
     "begin_anew",
+    "finished",
     "lasting",
     "missing_starts",
     "open_directory",
@@ -83,13 +84,14 @@ def open_directory(directory: Path, plan: Planned, machine: Mapping[str, Any]) -
     """Make ``directory`` that of ``plan``, or go on in it; nobody else does until the end of the ``with`` block.
 
     Args:
-        machine: this one, as bench.machine describes it: the package's version and commit.
+        machine: this one, as bench.machine describes it: the package's version, commit and sources.
 
     Raises:
         ConfigError: it holds another plan, another package's starts or other files, it was begun with other variables,
             another process measures there, or it cannot be written.
     """
-    package = f"{machine['versions'].get('uccl_ep_serving', 'unknown')} {machine['commit']}".strip()
+    version = machine["versions"].get("uccl_ep_serving", "unknown")
+    package = " ".join(filter(None, (version, machine["commit"], machine.get("sources"))))
     try:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / _PLAN
@@ -134,6 +136,18 @@ def variables(beginnings: tuple[str, ...]) -> dict[str, str]:
 def begin_anew(directory: Path) -> str:
     """The next step where a start that has been kept lacks a backend."""
     return f"Next step: mend that, and remove {directory} or name another with --output: its starts are kept"
+
+
+def finished(directory: Path, plan: Planned) -> str:
+    """That a command measures nothing, since all starts are there, and of which package they are; "" where some are
+    missing."""
+    if not (directory / _PLAN).exists() or missing_starts(directory, plan):
+        return ""
+    package = read_json(directory / _PLAN).get("package")
+    return (
+        f"compare: nothing is measured: {directory} holds all starts already, of uccl_ep_serving {package}. Next step: "
+        "name another directory with --output to measure again"
+    )
 
 
 def _alone(descriptor: int, directory: Path) -> None:

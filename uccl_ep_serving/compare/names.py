@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BACKENDS"]
+__all__ = ["BACKENDS", "GIVEN_ROWS"]
 
 BACKENDS = (
     "uccl_ep",
@@ -22,3 +22,5 @@ BACKENDS = (
     "mori",
     "uccl",
 )
+#: Those that move rows as they are given: FP8 ones are quantised before they are timed.
+GIVEN_ROWS = ("gloo", "gloo-gather", "mpi", "nccl", "nccl-gather")

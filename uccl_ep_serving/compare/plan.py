@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from uccl_ep_serving.compare.directory import FEWEST_STARTS, lasting
 from uccl_ep_serving.compare.names import BACKENDS
 from uccl_ep_serving.errors import ConfigError
 
-__all__ = ["Plan", "distinct", "given", "order_of_round"]
+__all__ = ["Plan", "distinct", "given"]
 
 #: How variables begin that a launcher sets anew for each launch.
 _OF_LAUNCHERS = ("OMPI_MCA_", "PRTE_MCA_")
@@ -103,16 +103,3 @@ def distinct(names: tuple[str, ...]) -> tuple[str, ...]:
         again = sum(Plan.backend_of(one) == name for one in found)
         found.append(f"{name}#{again + 1}" if again else name)
     return tuple(found)
-
-
-def order_of_round(names: Sequence[str], number: int) -> list[str]:
-    """Who is sampled when in round ``number``: each is first, and follows each other one, equally often.
-
-    The rows of a Williams design, then the same turned round. Where the same one always came next, what was left to it
-    in caches made one of two equals 1.5 % slower.
-    """
-    count = len(names)
-    # 0, 1, n - 1, 2, n - 2, ...: every difference of neighbours comes once
-    zigzag = [(place + 1) // 2 if place % 2 else (count - place // 2) % count for place in range(count)]
-    order = [names[(place + number) % count] for place in zigzag]
-    return order[::-1] if number // count % 2 else order

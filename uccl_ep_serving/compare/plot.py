@@ -87,7 +87,7 @@ def _quotients(axes: Any, reference: str, verdicts: list[Mapping[str, Any]]) -> 
         )  # fmt: skip
         ends += [low, high, *starts]
     axes.axvline(1, color="#24292f", linewidth=0.8)
-    axes.axvspan(0.95, 1.05, color=_FAINT, alpha=0.4, linewidth=0)
+    axes.axvspan(0.9, 1.1, color=_FAINT, alpha=0.4, linewidth=0)
     axes.set_xscale("log")
     reach = max(max(ends), 1 / min(ends), 1.1) ** 1.15
     axes.set_xlim(1 / reach, reach)

@@ -50,7 +50,10 @@ def _us(value: float) -> str:
 
 def time_rows(result: Result) -> Rows:
     """Headings and rows: by phase and backend, microseconds of the slowest rank."""
-    headings = ["phase", "backend", "median us", "p10 - p90 us", "p99 us"]
+    repeat = result["plan"]["card"]["repeat"]
+    # a stall of one layer shows in such a mean with so much less
+    means = f" of means of {repeat}" if repeat > 1 else ""
+    headings = ["phase", "backend", "median us", "p10 - p90 us", f"p99 us{means}"]
     phases = list(dict.fromkeys(phase for by_phase in result["us"].values() for phase in by_phase))
     rows = []
     for phase in phases:

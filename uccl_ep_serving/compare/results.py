@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 
 from uccl_ep_serving.compare.directory import start_file
+from uccl_ep_serving.compare.names import GIVEN_ROWS
 from uccl_ep_serving.compare.plan import Plan
 from uccl_ep_serving.compare.statistics import CANNOT_TELL, LEVEL, compare_paired
 from uccl_ep_serving.compare.workload_card import workload_card
 
-__all__ = ["FORMAT", "LAYER", "assemble"]
+__all__ = ["FORMAT", "LAYER", "assemble", "busy"]
 
 FORMAT = "uccl-ep compare 1"
 #: All phases of a rank together: what a layer of a model waits for.
 LAYER = "layer"
-#: Load average per core above which something else was running.
-_BUSY = 1.5
+#: Load average per core, beyond that of ranks that ran before, above which something else was running.
+_BUSY = 0.5
 
 Start = Mapping[str, Any]
 _Slowest = dict[str, dict[str, list[list[float]]]]
@@ -61,7 +62,8 @@ def assemble(plan: Plan, starts: Sequence[Start], directory: Path) -> dict[str, 
     """One result, plain values.
 
     ``verdicts`` compare the first backend that was measured with every other one, phase by phase; ``us`` are of the
-    slowest rank; ``cards`` are CCL-Bench's workload cards; ``starts`` are all that was kept, samples included.
+    slowest rank; ``doubts`` are those of the caveats for which figures are not kept as advice; ``cards`` are workload
+    cards of CCL-Bench; ``starts`` are all that was kept, samples included.
     """
     skipped, wrong = _together(starts, "skipped"), _together(starts, "wrong")
     names = [name for name in plan.backends if all(name in start["samples_us"] for start in starts)]
@@ -73,6 +75,7 @@ def assemble(plan: Plan, starts: Sequence[Start], directory: Path) -> dict[str, 
         for phase, theirs in slowest[b].items()
         if phase in slowest[a]
     ]
+    doubts = _doubts(plan, starts, verdicts)
     card = plan.as_dict()["card"]
     files = [start_file(directory, number).name for number in range(1, plan.starts + 1)]
     paths = {name: starts[0]["paths"].get(name, "") for name in names}
@@ -88,7 +91,8 @@ def assemble(plan: Plan, starts: Sequence[Start], directory: Path) -> dict[str, 
         "paths": paths,
         "us": us,
         "verdicts": verdicts,
-        "caveats": _caveats(plan, starts, verdicts),
+        "caveats": _caveats(plan, starts, verdicts) + doubts,
+        "doubts": doubts,
         "moved": {name: starts[0]["moved"][name] for name in names},
         "cards": {name: workload_card(card, starts[0], name, paths[name], files, us[name]) for name in names},
         "slowest_us": slowest,
@@ -117,7 +121,6 @@ def _caveats(plan: Plan, starts: Sequence[Start], verdicts: Sequence[Mapping[str
     said = []
     for name, percent in (plan.slowed or {}).items():
         said.append(f"{name} was made {percent:g} % slower on purpose (--inject): its figures are not its own.")
-    said += _wrong_paths(starts)
     machines = starts[0]["machines"]
     if starts[0]["devices"] != ["cuda"]:
         said.append("The ranks were processes on CPUs: this says nothing about GPUs.")
@@ -128,24 +131,48 @@ def _caveats(plan: Plan, starts: Sequence[Start], verdicts: Sequence[Mapping[str
         )
     if len(machines) == 1:
         said.append("All ranks ran on one host: no network was used, so this says nothing about a cluster.")
+    commits = {one["commit"] for start in starts for one in start["machines"]}
+    if any(one.endswith("+") for one in commits):
+        said.append("The sources differed from their commit: nobody else can repeat this.")
+    if len({one["cpu"] for start in starts for one in start["machines"]}) > 1:
+        said.append("The hosts differ in their processors.")
+    if any(one["phase"] == LAYER and one["words"].startswith(CANNOT_TELL) for one in verdicts):
+        said.append(f'Where it says "{CANNOT_TELL}": more --starts or --rounds, or less that runs beside it.')
+    return said
+
+
+def busy(machines: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> str:
+    """Whether something else was running before a start, in words; "" where not.
+
+    Args:
+        machines: by start, what it was on.
+        ranks: by start, how many had run there before: a later start finds what they have left in the average.
+    """
+    loads = [one["load"][0] / one["cores"] for one in machines]
+    over = [load - before / one["cores"] for load, before, one in zip(loads, ranks, machines, strict=True)]
+    number = int(np.argmax(over))
+    if over[number] <= _BUSY:
+        return ""
+    return f"The load before start {number + 1} was {loads[number]:.1f} per core: something else was running."
+
+
+def _doubts(plan: Plan, starts: Sequence[Start], verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why figures speak of something else than the backends by themselves, one sentence each."""
+    said = _wrong_paths(starts)
+    machines = starts[0]["machines"]
     crowded = [one for one in machines if len(one["ranks"]) > one["cores"] and starts[0]["devices"] != ["cuda"]]
     if crowded:
         said.append(
             f"{len(crowded[0]['ranks'])} ranks shared {crowded[0]['cores']} cores: these are times of waiting for a "
             "core, which differ from those of ranks with cores of their own in size and in order."
         )
-    # a later start finds what the one before it has left in the average
-    load = max(one["load"][0] / one["cores"] for one in machines)
-    if load > _BUSY:
-        said.append(f"The load before the first start was {load:.1f} per core: something else was running.")
-    commits = {one["commit"] for start in starts for one in start["machines"]}
-    if any(one.endswith("+") for one in commits):
-        said.append("The sources differed from their commit: nobody else can repeat this.")
-    if len({one["cpu"] for start in starts for one in start["machines"]}) > 1:
-        said.append("The hosts differ in their processors.")
+    for number in range(len(machines)):
+        here = [start["machines"][number] for start in starts]
+        said += filter(None, [busy(here, [0, *(len(one["ranks"]) for one in here[:-1])])])
     again = [one for one in verdicts if Plan.backend_of(one["b"]) == Plan.backend_of(one["a"])]
     if any(one["direction"] for one in again if not {one["a"], one["b"]} & set(plan.slowed or {})):
         said.append("A direction was seen between a backend and itself: do not trust differences of that size here.")
-    if any(one["phase"] == LAYER and one["words"].startswith(CANNOT_TELL) for one in verdicts):
-        said.append(f'Where it says "{CANNOT_TELL}": more --starts or --rounds, or less that runs beside it.')
+    others = sorted(name for name in starts[0]["samples_us"] if Plan.backend_of(name) in GIVEN_ROWS)
+    if others and plan.card.mode == "low-latency" and plan.card.dtype == "fp8":
+        said.append(f"{', '.join(others)} got rows in FP8; the others quantise them inside of what is timed.")
     return said

@@ -30,6 +30,8 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 CANNOT_TELL = "cannot tell"
 #: An interval that reaches further than this in percent does not say that two are alike.
 _ALIKE_PERCENT = 10.0
+#: Below this a difference is told with a decimal.
+_FINE_PERCENT = 3.0
 
 _Floats = npt.NDArray[np.float64]
 
@@ -52,12 +54,10 @@ class Comparison:
 
     @property
     def direction(self) -> str:
-        """ "faster" or "slower", said of ``a``, where the interval excludes 1 and every start agrees; else ""."""
-        if self.high < 1 and all(one < 1 for one in self.by_start):
-            return "slower" if self.higher_is_better else "faster"
-        if self.low > 1 and all(one > 1 for one in self.by_start):
-            return "faster" if self.higher_is_better else "slower"
-        return ""
+        """ "faster" or "slower", said of ``a``, where the interval excludes 1; else ""."""
+        if self.low <= 1 <= self.high:
+            return ""
+        return "faster" if (self.ratio > 1) == self.higher_is_better else "slower"
 
     @property
     def words(self) -> str:
@@ -73,8 +73,10 @@ class Comparison:
             return f"{self.direction}: {_plain(self.ratio)} x the {unit} ({_plain(self.low)} .. {_plain(self.high)})"
         ends = sorted(abs(one) for one in percent)
         words = ("lower", "higher") if self.higher_is_better else ("less", "more")
-        size = f"{abs(100 * (self.ratio - 1)):.0f} % {words[self.ratio > 1]} {unit}"
-        return f"{self.direction}: {size} ({ends[0]:.0f} .. {ends[1]:.0f} %)"
+        size = abs(100 * (self.ratio - 1))
+        digits = 0 if size >= _FINE_PERCENT else 1
+        interval = f"({ends[0]:.{digits}f} .. {ends[1]:.{digits}f} %)"
+        return f"{self.direction}: {size:.{digits}f} % {words[self.ratio > 1]} {unit} {interval}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as they stand in a result."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -58,6 +59,13 @@ class Difference:
     mean: float
 
 
+def _delta(one: float | None, other: float | None) -> float:
+    """Between two logprobs: infinite where one is missing or is no finite number and the other is."""
+    if one is None or other is None or not (math.isfinite(one) and math.isfinite(other)):
+        return 0.0 if one == other else math.inf
+    return abs(one - other)
+
+
 def compare(one: Sequence[Answer], other: Sequence[Answer]) -> Difference:
     """Compare answers position by position as long as the tokens before a position agree.
 
@@ -68,7 +76,7 @@ def compare(one: Sequence[Answer], other: Sequence[Answer]) -> Difference:
     for left, right in zip(one, other, strict=True):
         for index, (a, b) in enumerate(zip(left.top, right.top, strict=False)):
             positions += 1
-            deltas += [abs(a[token] - b[token]) for token in a.keys() & b.keys()] or [NOTHING_SHARED]
+            deltas += [_delta(a[token], b[token]) for token in a.keys() & b.keys()] or [NOTHING_SHARED]
             if left.tokens[index] != right.tokens[index]:
                 break
     return Difference(

@@ -120,7 +120,7 @@ def transport_name(stats: Mapping[str, Any]) -> str:
 
 
 def store(*verdicts: Verdict) -> Path | None:
-    """Keep ``verdicts``; those of the same shape and backend go. Returns the file.
+    """Keep ``verdicts``; those of the same shape and backend go, unless they are later ones. Returns the file.
 
     None where no directory can be written by this user and nobody else, or the disk refuses: said in one warning.
     """
@@ -131,6 +131,8 @@ def store(*verdicts: Verdict) -> Path | None:
         path = directory / _FILE
         kept = {one.key: one for one in _read(path)}
         for one in verdicts:
+            if one.key in kept and kept[one.key].when > one.when:
+                continue  # a report of old starts was shown again
             kept.pop(one.key, None)
             kept[one.key] = one
         content = {"format": _FORMAT, "verdicts": [dataclasses.asdict(one) for one in list(kept.values())[-_MOST:]]}

@@ -26,8 +26,8 @@ class Load:
     """What the engine's client sends in each round.
 
     Attributes:
-        requests: how many. at_once: so many in flight.
-        rate: requests per second, 0 for as fast as ``at_once`` lets them.
+        requests: how many. at_once: so many in flight, without a rate.
+        rate: requests per second, however many are in flight; 0 for as fast as ``at_once`` lets them.
         input_tokens, output_tokens: of each request; ids are drawn at random, another draw in each round.
         client: more arguments of the client.
     """
@@ -38,6 +38,13 @@ class Load:
     input_tokens: int = 512
     output_tokens: int = 128
     client: tuple[str, ...] = ()
+
+    @property
+    def arrivals(self) -> dict[str, Any]:
+        """How requests come, in the options of both engines' clients. Beside a rate they count the time to the first
+        token from when a place was free: with a cap, a server that falls behind would look as fast as one that does
+        not."""
+        return {"request-rate": self.rate} if self.rate else {"request-rate": "inf", "max-concurrency": self.at_once}
 
     def __post_init__(self) -> None:
         for name in ("requests", "at_once", "input_tokens", "output_tokens"):

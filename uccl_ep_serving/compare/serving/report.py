@@ -25,10 +25,10 @@ _TITLES = {
 
 def _load_line(result: Result) -> str:
     load = result["plan"]["load"]
-    rate = f"{load['rate']:g} a second, at most " if load["rate"] else ""
+    arrivals = f"{load['rate']:g} a second" if load["rate"] else f"{load['at_once']} at once"
     more = f", client with {shlex.join(load['client'])}" if load["client"] else ""
     return (
-        f"{load['requests']} requests a round, {rate}{load['at_once']} at once, {load['input_tokens']} tokens in and "
+        f"{load['requests']} requests a round, {arrivals}, {load['input_tokens']} tokens in and "
         f"{load['output_tokens']} out (random ids){more}"
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from uccl_ep_serving.compare.directory import lasting
 from uccl_ep_serving.compare.plan import Plan
+from uccl_ep_serving.compare.results import busy
 from uccl_ep_serving.compare.serving.engines import ENGINES
 from uccl_ep_serving.compare.serving.plan import ServingPlan
 from uccl_ep_serving.compare.statistics import CANNOT_TELL, LEVEL, compare_paired
@@ -24,8 +25,6 @@ OURS = "uccl_ep"
 COMPARED = {"tokens_per_second": True, "ttft_ms": False, "tpot_ms": False}
 """The figures that get a verdict, and whether more is better."""
 
-#: Load average per core above which something else was running.
-_BUSY = 1.5
 
 Start = Mapping[str, Any]
 
@@ -153,10 +152,9 @@ def _caveats(plan: ServingPlan, starts: Sequence[Start], verdicts: Sequence[Any]
             f"No rank of {name} on this host has opened a Buffer: the engine used another all-to-all, or no expert "
             "parallelism at all. Next step: read its log, and the engine's conditions for it (docs/vllm.md)."
         )
-    machine = starts[0]["machine"]
-    load = machine["load"][0] / machine["cores"]
-    if load > _BUSY:
-        said.append(f"The load before the first start was {load:.1f} per core: something else was running.")
+    # servers of the start before run on all cores
+    machines = [start["machine"] for start in starts]
+    said += filter(None, [busy(machines, [0, *(one["cores"] for one in machines[:-1])])])
     if any(start["machine"]["commit"].endswith("+") for start in starts):
         said.append("The sources differed from their commit: nobody else can repeat this.")
     if any(one["direction"] for one in verdicts if Plan.backend_of(one["a"]) == Plan.backend_of(one["b"])):

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from uccl_ep_serving.bench.machine import describe
+from uccl_ep_serving.bench.measure import order_of_round
 from uccl_ep_serving.compare.directory import variables
-from uccl_ep_serving.compare.plan import order_of_round
 from uccl_ep_serving.compare.serving.engines import ENGINES, ClientFailed
 from uccl_ep_serving.compare.serving.launch import server_of
 from uccl_ep_serving.compare.serving.plan import Load, ServingPlan
