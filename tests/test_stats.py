@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from tests.support.source_tree import ROOT
-from uccl_ep_serving.stats import LiveServer, OperationLog, Reading, query, read, served
+from uccl_ep_serving.stats import LiveServer, OperationLog, Reading, Served, query, read, served
 
 
 def test_the_live_counters_take_another_name_and_ignore_who_holds_theirs() -> None:
@@ -88,6 +90,55 @@ def test_who_does_not_answer_is_told_from_who_has_none() -> None:
         release.set()
         server.close()
     assert read(one) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [(b"[" * 100_000, "nothing"), (b"[1]", "nothing"), (b"{", "nothing"), (b"x" * (1 << 20), "silent")],
+    ids=["nested", "a list", "cut off", "without an end"],
+)
+def test_what_answers_as_no_buffer_does_costs_nobody(answer: bytes, found: str) -> None:
+    """Root asks the processes of every user."""
+    name = Served(os.getuid(), os.getpid(), 10**9)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind("\0" + name.name)
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(answer)
+                while found == "silent":
+                    connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        begun = time.monotonic()
+        assert read(name, timeout=0.3) == (None if found == "nothing" else Reading(os.getpid(), None))
+        assert time.monotonic() - begun < 2.0
+        thread.join(10.0)
+
+
+def test_names_of_others_are_any_bytes_and_nobody_plays_a_buffer_of_another_process() -> None:
+    with contextlib.ExitStack() as sockets:
+
+        def bind(name: bytes) -> socket.socket:
+            one = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            one.bind(b"\0" + name)
+            one.listen(0)
+            return one
+
+        bind(b"\xff\xfe" + os.urandom(4))
+        bind(f"uccl_ep.{os.getuid()}.{10**30}.0".encode())
+        other = Served(os.getuid(), 1, 10**9)  # whose process has no such socket
+        listener = bind(other.name.encode())
+        assert other in served()
+        waiting = [sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) for _ in range(3)]
+        for one in waiting:  # until nobody is let in any more, so that nothing says who listens
+            one.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                one.connect(listener.getsockname())
+        assert read(other, timeout=0.2) is None
 
 
 def test_a_reader_that_goes_early_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -38,6 +38,11 @@ _KEPT = 8192
 
 #: How the names of the sockets begin.
 _NAME = "uccl_ep"
+#: A line of /proc/net/unix: flags, inode, then user, pid and number of the name. And the flag of those that listen.
+_SOCKETS = re.compile(rb"^\S+ \S+ \S+ (\S+) \S+ \S+ +(\d+) @uccl_ep\.(\d{1,10})\.(\d{1,10})\.(\d{1,10})$", re.MULTILINE)
+_ACCEPTS = 0x10000
+#: More than the counters of thousands of ranks take.
+_MOST_BYTES = 64 << 20
 
 _log = logging.getLogger("uccl_ep_serving.stats")
 _numbers = itertools.count()
@@ -210,14 +215,33 @@ class Reading(NamedTuple):
 
 def served() -> list[Served]:
     """Open Buffers of this user in this network namespace, those of all users for root; oldest last of a process."""
-    names = re.findall(rf"@{_NAME}\.(\d+)\.(\d+)\.(\d+)$", Path("/proc/net/unix").read_text(), re.MULTILINE)
-    found = {Served(*map(int, words)) for words in names}
-    return sorted(one for one in found if os.getuid() in (0, one.user))
+    return sorted(one for one in _listening() if os.getuid() in (0, one.user))
+
+
+def _listening() -> dict[Served, int]:
+    """Sockets of that name that listen, whosever they are, and their inodes."""
+    found = {}
+    # names of others are any bytes
+    for line in _SOCKETS.finditer(Path("/proc/net/unix").read_bytes()):
+        flags, inode, *words = line.groups()
+        if int(flags, 16) & _ACCEPTS:
+            found[Served(*map(int, words))] = int(inode)
+    return found
+
+
+def _is_its_own(one: Served) -> bool:
+    """Whether the process of that name has the socket: where nobody accepts, nobody else says whose it is."""
+    link = f"socket:[{_listening().get(one)}]"
+    try:
+        return any(os.readlink(entry.path) == link for entry in os.scandir(f"/proc/{one.pid}/fd"))
+    except OSError:
+        return False
 
 
 def read(one: Served, timeout: float = 2.0) -> Reading | None:
-    """Counters of a Buffer, within ``timeout`` seconds; None when it has closed, or when another user has its name."""
-    pid, received = one.pid, []
+    """Counters of a Buffer, within ``timeout`` seconds; None when it has closed, when another user has its name, or
+    when it answers what no Buffer does."""
+    pid, received, size, until = 0, [], 0, time.monotonic() + timeout
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout)
@@ -225,15 +249,19 @@ def read(one: Served, timeout: float = 2.0) -> Reading | None:
             pid, user, _ = _credentials_of(connection)
             if user != one.user:
                 return None
-            until = time.monotonic() + timeout
             while part := connection.recv(1 << 20):
                 received.append(part)
-                connection.settimeout(max(until - time.monotonic(), 0.01))
-        return Reading(pid, json.loads(b"".join(received))) if received else None
+                size += len(part)
+                left = until - time.monotonic()
+                if size > _MOST_BYTES or left <= 0:
+                    return Reading(pid, None)
+                connection.settimeout(left)
+        document = json.loads(b"".join(received))
+        return Reading(pid, document) if isinstance(document, dict) else None
     except (TimeoutError, BlockingIOError):  # the latter where too many wait for an answer already
-        return Reading(pid, None)
-    except (OSError, ValueError):
-        return None  # it is about to close
+        return Reading(pid or one.pid, None) if pid or _is_its_own(one) else None
+    except (OSError, ValueError, RecursionError):
+        return None  # it is about to close, or no Buffer
 
 
 def query(pid: int, timeout: float = 2.0) -> list[dict[str, Any]]:

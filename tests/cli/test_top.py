@@ -141,6 +141,17 @@ def test_a_straggler_is_named_by_those_that_wait_for_it() -> None:
     assert row[9] == "rank 0, for 4 s"
 
 
+@pytest.mark.parametrize("strange", [{}, {"rank": "1"}, counters(ops={"ll_dispatch": 3}), counters(waits={})])
+def test_answers_of_no_buffer_are_none(strange: dict[str, Any]) -> None:
+    assert top._understood(Reading(7, strange)) == Reading(7, None)
+    assert top._understood(Reading(7, counters())) == Reading(7, counters())
+
+
+def test_a_terminal_obeys_nothing_of_an_answer() -> None:
+    *_, trouble = shown(counters(state="lost", why="\x1b]0;owned\x07rank 2"))
+    assert str(trouble) == "rank 1, process 7: lost: ?]0;owned?rank 2"
+
+
 def test_a_process_that_does_not_answer_is_shown_and_looked_at() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         for stop, words in ((False, "py-spy dump --pid"), (True, "its process is stopped. Next step: kill -CONT")):

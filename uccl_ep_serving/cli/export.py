@@ -7,6 +7,7 @@ neither import this nor listen on a port.
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
@@ -27,6 +28,9 @@ Counters = Mapping[str, Any]
 #: By the values of a metric's own labels.
 Samples = Iterator[tuple[tuple[str, ...], float]]
 
+_FRESH_SECONDS = 1.0
+#: Who connects and says nothing is let go after so long.
+_IDLE_SECONDS = 10.0
 #: Which Buffer a sample is of: the process as this one counts it, the Buffer's number in it, and its EP rank.
 _LABELS = ("pid", "buffer", "rank")
 
@@ -173,10 +177,12 @@ class Buffers(Collector):
     def __init__(self) -> None:
         #: Of those that have answered: one that does not is still known by its rank.
         self._ranks: dict[Served, str] = {}
+        self._latest: Mapping[Served, Reading] = {}
+        self._due = 0.0
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """What every Buffer says now."""
-        found = read_all()
+        found = self._readings()
         up = GaugeMetricFamily("uccl_ep_up", "1 for a Buffer that answers, 0 for one that does not", labels=_LABELS)
         named: list[tuple[list[str], Counters]] = []
         for one, reading in found.items():
@@ -193,6 +199,12 @@ class Buffers(Collector):
                 for values, value in metric.samples(counters):
                     told.add_metric([*labels, *values], value)
             yield told
+
+    def _readings(self) -> Mapping[Served, Reading]:
+        """Those of the last second, where there are any: who scrapes costs the engines no more than that."""
+        if time.monotonic() >= self._due:
+            self._latest, self._due = read_all(), time.monotonic() + _FRESH_SECONDS
+        return self._latest
 
     def _labels(self, one: Served, reading: Reading) -> list[str]:
         if reading.counters is not None:
@@ -218,6 +230,7 @@ def command(
     except OSError as error:
         typer.echo(f"export: cannot listen on {address}:{port}: {error.strerror or error}", err=True)
         raise typer.Exit(1) from None
+    server.RequestHandlerClass.timeout = _IDLE_SECONDS  # type: ignore[attr-defined]
     typer.echo(f"http://{address}:{server.server_port}/metrics")
     signal.sigwait(ends)
     server.shutdown()

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
+import msgspec
 import psutil
 import typer
 from rich.console import Group, RenderableType
@@ -48,14 +49,16 @@ _WELL = ("ok", "rebuilding", "stale", "closed")
 _TELLING = 0.1
 #: Seconds until the first picture, whose rates are over so many: nobody waits a whole interval before anything is seen.
 _FIRST_PICTURE = 0.25
+#: Buffers that are asked at once.
+_MOST_READERS = 64
 _NOTHING = "no open Buffer of this user in this network namespace"
 
 
 def read_all(pids: Sequence[int] = (), ranks: Sequence[int] = ()) -> dict[Served, Reading]:
     """What every open Buffer answers, of these processes and ranks or of all, all asked at once."""
     there = served()
-    with ThreadPoolExecutor(max(len(there), 1)) as readers:
-        readings = dict(zip(there, readers.map(read, there), strict=True))
+    with ThreadPoolExecutor(min(max(len(there), 1), _MOST_READERS)) as readers:
+        readings = dict(zip(there, map(_understood, readers.map(read, there)), strict=True))
     return {
         one: reading
         for one, reading in readings.items()
@@ -63,6 +66,49 @@ def read_all(pids: Sequence[int] = (), ranks: Sequence[int] = ()) -> dict[Served
         and (not pids or {one.pid, reading.pid} & set(pids))
         and (not ranks or reading.counters is None or reading.counters.get("rank") in ranks)
     }
+
+
+class _Waits(msgspec.Struct):
+    samples: int
+    by_peer: dict[str, int]
+    seconds: float
+
+
+class _Wait(msgspec.Struct):
+    peer: int
+
+
+class _Told(msgspec.Struct):
+    """What is shown of an answer. Root asks processes of any user: they may answer anything."""
+
+    rank: int
+    world: int
+    opened: float
+    state: str
+    waits: _Waits
+    ops: dict[str, dict[str, float]]
+    why: str = ""
+    epoch: int = 0
+    waits_for: _Wait | None = None
+    masked: list[int] = []
+    lost: list[int] = []
+    transport_by_peer: dict[str, str] = {}
+
+
+def _understood(reading: Reading | None) -> Reading | None:
+    """``reading``, as one without an answer where it is none of a Buffer of this version."""
+    if reading is None or reading.counters is None:
+        return reading
+    try:
+        msgspec.convert(reading.counters, _Told)
+    except (msgspec.ValidationError, RecursionError):
+        return Reading(reading.pid, None)
+    return reading
+
+
+def _plain(text: str) -> str:
+    """``text`` without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def is_well(reading: Reading) -> bool:
@@ -167,9 +213,9 @@ def picture(
             troubles.append(f"process {shown}: {_silence(pid)}")
             continue
         earlier, first = _same(one, counters, before), _same(one, counters, begun or {})
-        who, state = (shown, f"{counters.get('rank')} of {counters.get('world')}"), counters.get("state", "ok")
+        who, state = (shown, f"{counters.get('rank')} of {counters.get('world')}"), _plain(counters.get("state", "ok"))
         if why := counters.get("why"):
-            troubles.append(f"rank {counters.get('rank')}, process {shown}: {state}: {why}")
+            troubles.append(f"rank {counters.get('rank')}, process {shown}: {state}: {_plain(why)}")
         well = is_well(now[one])
         cells = _peers(counters), *_proxied(counters, earlier, seconds), _waits(counters, first)
         buffers.add_row(*who, Text(state, "" if well else "red"), *cells)
