@@ -254,6 +254,52 @@ def test_a_directory_that_others_can_write_is_passed_over(tmp_path: Path) -> Non
         assert not cache.usable(foreign / "uccl_ep_serving" / "digest")
 
 
+def test_a_directory_in_which_others_may_put_files_of_their_own_is_no_cache(tmp_path: Path) -> None:
+    """A sticky one, such as /tmp, may only stand above it."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    assert not cache.trusted(shared)
+    assert cache.usable(shared / "mine")
+
+
+def test_a_link_that_is_turned_leads_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was looked at is what is used, whoever can turn the link."""
+    mine, theirs, link = tmp_path / "mine", tmp_path / "theirs", tmp_path / "link"
+    mine.mkdir()
+    theirs.mkdir()
+    link.symlink_to(mine)
+    monkeypatch.setattr(cache, "cache_base", lambda: [str(link)])
+    place, *_ = cache.places("digest")
+    assert cache.usable(place)
+    link.unlink()
+    link.symlink_to(theirs)
+    assert place.resolve().is_relative_to(mine)
+    (mine / "uccl_ep_serving" / "again").symlink_to(theirs)
+    assert not cache.trusted(mine / "uccl_ep_serving" / "again"), "a link in the place of the directory itself"
+
+
+@pytest.mark.parametrize("way", ["written by others", "another's", "a link"])
+def test_machine_code_that_another_user_could_have_written_is_not_read(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "group.o"
+    cache.write_object(path, b"code")
+    assert cache.read_object(path) == b"code"
+    if way == "written by others":
+        path.chmod(0o666)
+    elif way == "another's":
+        if os.geteuid() != 0:
+            pytest.skip("only root gives files away")
+        os.chown(path, 12345, 12345)
+    else:
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    assert cache.read_object(path) is None
+    assert "cannot be read" in caplog.text
+    assert path.exists()
+
+
 def test_what_root_has_compiled_into_an_image_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a user who cannot write there; what is missing there is kept where this user can."""
     image, own = tmp_path / "image", tmp_path / "own"

@@ -8,6 +8,7 @@ people's code out is that nobody else can write the directory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import itertools
@@ -122,15 +123,17 @@ def usable(directory: Path) -> bool:
 def trusted(directory: Path) -> bool:
     """Whether ``directory`` is there, and nobody but this user and root can put anything into it."""
     try:
-        return all(map(ours, (directory, *directory.resolve().parents)))
+        parents = directory.resolve().parents
+        return ours(directory) and all(ours(parent, sticky=True) for parent in parents)
     except OSError:
         return False
 
 
-def ours(path: Path) -> bool:
-    """Whether nobody but this user and root can change what stands in ``path``, or whose it is."""
+def ours(path: Path, *, sticky: bool = False) -> bool:
+    """Whether nobody but this user and root can change what stands in ``path``, or whose it is; with ``sticky``, what
+    of theirs stands there, as in /tmp, where others may put things of their own beside it."""
     found = path.lstat()
-    shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (sticky and found.st_mode & stat.S_ISVTX)
     # "/" and what stands there belong to root, whatever root is called here
     trusted_owners = os.geteuid(), 0, *(_nameless_root() if len(path.parts) <= 2 else ())
     return found.st_uid in trusted_owners and not shared
@@ -155,7 +158,7 @@ def cache_directory() -> Path:
     temporary directory: the first that can be written, and by nobody else. Says once when that is not the one that was
     asked for. Without any, code is compiled in memory."""
     directory, wanted = next(filter(usable, _candidates()), _NOWHERE), cache_wanted()
-    if wanted and not directory.is_relative_to(wanted) and not any(map(trusted, _candidates()[:1])):
+    if wanted and not directory.is_relative_to(os.path.realpath(wanted)) and not any(map(trusted, _candidates()[:1])):
         _log.warning(
             "UCCL_EP_CACHE_DIR=%s cannot be written, or others can write it: compiled code is kept in %s instead. Next "
             "step: make it writable for this user alone, or unset it",
@@ -170,11 +173,14 @@ def _candidates() -> list[Path]:
 
 
 def places(name: str) -> list[Path]:
-    """Where a directory ``name`` of ours may stand, best first: whether it does, and is ours, is another question."""
-    bases = [Path(base) / "uccl_ep_serving" for base in cache_base()]
+    """Where a directory ``name`` of ours may stand, best first: whether it does, and is ours, is another question.
+
+    Links are followed here, once: who can turn one could otherwise have one directory looked at and another one used.
+    """
+    bases = [Path(base).resolve() / "uccl_ep_serving" for base in cache_base()]
     with contextlib.suppress(OSError):  # a system without any temporary directory
-        bases.append(Path(tempfile.gettempdir()) / f"uccl_ep_serving-{os.geteuid()}")
-    return [base / name for base in bases]
+        bases.append(Path(tempfile.gettempdir()).resolve() / f"uccl_ep_serving-{os.geteuid()}")
+    return [base.resolve() / name for base in bases]
 
 
 @functools.cache
@@ -187,9 +193,14 @@ def read_directories() -> tuple[Path, ...]:
 
 
 def read_object(path: Path) -> bytes | None:
-    """The object code in ``path``; None where there is none. A damaged file counts as none, and goes."""
+    """The object code in ``path``; None where there is none. A damaged file counts as none, and goes; so does one that
+    another user could have written, but stays."""
     try:
-        content = path.read_bytes()
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid not in (os.geteuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise PermissionError(errno.EPERM, "another user could have written it")
+            content = file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

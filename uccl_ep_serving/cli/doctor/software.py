@@ -119,7 +119,7 @@ def _compiled_code() -> Finding:
     if directory.is_relative_to(os.devnull):
         value = "no directory that this user can write and nobody else: each process compiles for itself"
         return Finding("compiled code", value, Status.NOTE, "UCCL_EP_CACHE_DIR with such a directory, or HOME")
-    if wanted and not directory.is_relative_to(wanted):
+    if wanted and not directory.is_relative_to(os.path.realpath(wanted)):
         value = f"{directory}: UCCL_EP_CACHE_DIR={wanted} {_refused(Path(wanted))}"
         step = "a directory that this user can write and nobody else, of a pod's volume one below its root that is "
         return Finding("compiled code", value, Status.NOTE, f"{step}mounted with subPath; or unset it")
@@ -130,7 +130,7 @@ def _compiled_code() -> Finding:
 def _refused(wanted: Path) -> str:
     """Why compiled code is not kept in ``wanted``, in words."""
     for place in (wanted, *wanted.absolute().parents):
-        if os.path.isdir(place) and not ours(place):
+        if os.path.isdir(place) and not ours(place, sticky=place != wanted):
             return f"is not used: others own {place} or can write there"
     return "cannot be written"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ def run(
     directory, wanted = cache_directory(), cache_wanted()
     known = group_tasks(groups)
     tasks = deque(task for task, outcome in known.items() if outcome is None)
-    if tasks and wanted and not directory.is_relative_to(wanted):
+    if tasks and wanted and not directory.is_relative_to(os.path.realpath(wanted)):
         step = "make it writable for this user, or unset it"
         typer.echo(f"warm: UCCL_EP_CACHE_DIR={wanted} cannot be written. Next step: {step}", err=True)
         return 1
