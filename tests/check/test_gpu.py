@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from uccl_ep_serving.check import gpu
+
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +93,21 @@ def test_the_driver_call_by_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.interpreter
+def test_the_store_of_a_check_is_nobody_elses() -> None:
+    """It asks nobody who he is, and holds the secret of the check's Buffers."""
+    store = gpu._private_store()
+    local = f":{store.port:04X}"
+    found = [
+        line.split()[1]
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        if line.split()[1].endswith(local) and line.split()[3] == "0A"  # it listens
+    ]
+    assert found == [f"0100007F{local}"]
+    store.set("one", "1")
+    assert store.get("one") == b"1"
+
+
 def test_a_call_that_hangs_and_one_that_leaves_the_other_rank_alone(tmp_path: Path) -> None:
     found = parts_of(python(saved(tmp_path, STUBBED), json.dumps(list(ENDED))))
     check_told(found, ENDED)

@@ -88,10 +88,14 @@ def test_a_file_that_others_can_read_is_told(tmp_path: Path, caplog: pytest.LogC
     path = key_file(tmp_path, "k" * 32)
     assert read_key(path) == b"k" * 32
     assert not caplog.text
-    Path(path).chmod(0o640)
+    Path(path).chmod(0o640)  # as Kubernetes mounts a secret for fsGroup
     read_key(path)
-    assert "can be read by other users" in caplog.text
+    assert "can be read by its group" in caplog.text
     assert "kkkk" not in caplog.text
+    for mode in (0o604, 0o620, 0o602):
+        Path(path).chmod(mode)
+        with pytest.raises(ConfigError, match=r"can be read or written by other users.*chmod 600"):
+            read_key(path)
 
 
 def test_neither_is_shown() -> None:
@@ -152,7 +156,7 @@ def test_a_key_in_the_environment_is_taken_out_of_it() -> None:
 def test_a_key_in_the_environment_and_one_in_a_file_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("uccl_ep_serving.control_plane.secret._taken", b"")
+    monkeypatch.setattr("uccl_ep_serving.control_plane.secret._taken", None)
     monkeypatch.setenv("UCCL_EP_SECRET", "k" * 32)
     with pytest.raises(ConfigError, match="are both set"):
         read_key(key_file(tmp_path, "f" * 32))
@@ -161,3 +165,16 @@ def test_a_key_in_the_environment_and_one_in_a_file_are_refused(
     with pytest.raises(ConfigError, match="holds 5 bytes") as caught:
         read_key("")
     assert "short" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "words"), [("UCCL_EP_SECRET", "holds 0 bytes"), ("UCCL_EP_SECRET_FILE", "and empty")])
+@pytest.mark.parametrize("value", ["", "  "])
+def test_an_empty_variable_is_not_taken_for_no_key(
+    name: str, words: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an empty secret of Kubernetes, or a shell variable that is not set, gives it."""
+    monkeypatch.setattr("uccl_ep_serving.control_plane.secret._taken", None)
+    monkeypatch.setenv(name, value)
+    path = Settings.from_environment().secret_file
+    with pytest.raises(ConfigError, match=words if value == "" or name == "UCCL_EP_SECRET" else "cannot be read"):
+        read_key(path)

@@ -95,10 +95,16 @@ def test_what_is_no_run_directory_stays(tmp_path: Path, left: Path) -> None:
     own = new_run_directory()
     logs = tmp_path / "uccl-ep-demo-logs-1"
     logs.mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / supervisor.LOCK).touch()
+    (elsewhere / "before.json").write_text("[]")
+    (tmp_path / "uccl-ep-demo-3").symlink_to(elsewhere)  # as another user may put one into /tmp
     half_made = tmp_path / "uccl-ep-demo-2"
     half_made.mkdir()
     (half_made / supervisor.LOCK).touch()  # killed before it had written what was there before it
     assert sweep() == []
     assert own.exists()
     assert logs.exists()
+    assert (elsewhere / "before.json").exists()
     assert left.exists()

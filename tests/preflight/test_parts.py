@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import socket
 import threading
@@ -19,7 +20,7 @@ from uccl_ep_serving.errors import BootstrapError, ConfigError
 from uccl_ep_serving.preflight import rank, report
 from uccl_ep_serving.preflight.facts import Facts
 from uccl_ep_serving.preflight.job import Finding, Job, of_torchrun, skew
-from uccl_ep_serving.preflight.meeting import _reach, meet
+from uccl_ep_serving.preflight.meeting import _node, _reach, meet
 from uccl_ep_serving.preflight.names import Names, gather_names, unreachable
 from uccl_ep_serving.preflight.outcome import Outcome
 from uccl_ep_serving.preflight.reach import Listener, try_peers
@@ -98,6 +99,19 @@ class TestMeeting:
             meet(Job(3, 0, 1, 0, "127.0.0.1", _free(), 1.0))
         assert caught.value.fault.found == "nothing from node 1, 2"
 
+    @pytest.mark.parametrize(
+        "said",
+        [
+            "{",
+            '{"ranks": 20000000, "nodes": 2, "version": "", "host": ""}',
+            '{"ranks": "1", "nodes": 2, "version": "", "host": ""}',
+            '{"ranks": 0, "nodes": 2, "version": "", "host": ""}',
+        ],
+    )
+    def test_what_a_stranger_writes_into_the_store_is_no_node(self, said: str) -> None:
+        with pytest.raises(Wrong, match="node 1: expected its ranks and nodes, found"):
+            _node(1, said.encode())
+
     def test_nodes_that_were_told_different_numbers(self) -> None:
         port, failures = _free(), list[Wrong]()
 
@@ -160,6 +174,19 @@ class TestReach:
             (finding,) = try_peers(4, addresses, {0: "node 0", 4: "node 1"})
         assert finding.where == "node 1 -> node 0"
         assert "GB/s over one connection" in finding.said
+
+    def test_a_listener_outlasts_a_lack_of_descriptors(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        failures, accept = [OSError(errno.EMFILE, "Too many open files")] * 2, socket.socket.accept
+
+        def scarce(listener: socket.socket) -> Any:
+            if failures:
+                raise failures.pop()
+            return accept(listener)
+
+        monkeypatch.setattr(socket.socket, "accept", scarce)
+        with Listener("127.0.0.1", Settings()) as listener:
+            (found,) = try_peers(0, {0: ("127.0.0.1", 1), 1: ("127.0.0.1", listener.port)}, {0: "a", 1: "b"})
+        assert found.fault is None, found
 
     def test_a_refused_port_and_another_program(self) -> None:
         (finding,) = try_peers(0, {0: ("", 0), 1: ("127.0.0.1", _free())}, {0: "a", 1: "b"})

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import itertools
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -306,7 +307,7 @@ class _Check:
         if self._left < 1.0:
             return self._note(name, started, [Answer(fault=slow(name))])
         if self._store is None:
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+            self._store = _private_store()
         ranks, meeting = self._workers(part.ranks), str(next(self._names))
         for rank, worker in enumerate(ranks):
             place = (meeting, rank, part.ranks)
@@ -317,6 +318,18 @@ class _Check:
         """End every process."""
         for worker in self._ranks:
             worker.kill()
+
+
+def _private_store() -> dist.TCPStore:  # type: ignore[name-defined]
+    """A store on this host's loopback alone: torch opens one to all networks, whatever address it is given, and asks
+    nobody who he is."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        host, port = listener.getsockname()
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+        )
 
 
 def run(

@@ -18,32 +18,39 @@ from pathlib import Path
 from ..config import KEY_VARIABLE
 from ..errors import ConfigError
 
-__all__ = ["SALT_BYTES", "fingerprint", "job_secret", "read_key"]
+__all__ = ["SALT_BYTES", "fingerprint", "job_secret", "key_of_environment", "read_key"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
 SALT_BYTES = 32
 #: Fewer could be guessed from a fingerprint; more are no key.
 _LEAST, _MOST = 16, 1 << 16
+_FILE_VARIABLE = "UCCL_EP_SECRET_FILE"
 
 
-#: What ``UCCL_EP_SECRET`` held when it was taken out of the environment.
-_taken = b""
+#: What ``UCCL_EP_SECRET`` held when it was taken out of the environment; None while it was never there.
+_taken: bytes | None = None
 
 
-def _take_from_environment() -> bytes:
-    """The key in ``UCCL_EP_SECRET``, b"" for none. From the first call on it stands in the environment no more: not for
-    processes that are started later, and not in ``/proc/self/environ``."""
+def key_of_environment() -> bytes | None:
+    """The key in ``UCCL_EP_SECRET``, which stays there, for processes that are started later; None without one."""
+    return os.fsencode(os.environ[KEY_VARIABLE]).strip() if KEY_VARIABLE in os.environ else _taken
+
+
+def _take_from_environment() -> bytes | None:
+    """The key in ``UCCL_EP_SECRET``, None where it is not set. From the first call on it stands in the environment no
+    more: not for processes that are started later, and not in ``/proc/self/environ``."""
     global _taken
     if KEY_VARIABLE in os.environ:
-        _taken = os.fsencode(os.environ[KEY_VARIABLE])
+        held = os.fsencode(os.environ[KEY_VARIABLE])
+        _taken = held.strip()
         libc = ctypes.CDLL(None)
         libc.getenv.restype = ctypes.c_void_p
         if place := libc.getenv(KEY_VARIABLE.encode()):
             # where the system put it at the start of the process, which is what /proc shows
-            ctypes.memset(place, ord("-"), len(_taken))
+            ctypes.memset(place, ord("-"), len(held))
         del os.environ[KEY_VARIABLE]
-    return _taken.strip()
+    return _taken
 
 
 def read_key(path: str) -> bytes:
@@ -54,17 +61,20 @@ def read_key(path: str) -> bytes:
         ConfigError: both are given, or it is no key.
     """
     key = _take_from_environment()
-    if key and path:
+    if key is not None and path:
         raise ConfigError(f"{KEY_VARIABLE} and UCCL_EP_SECRET_FILE are both set. Next step: unset one of them")
-    if key and not _LEAST <= len(key) <= _MOST:
+    if key is not None and not _LEAST <= len(key) <= _MOST:
+        # an empty one as well: who sets it wants a key, and would have none
         raise ConfigError(f"{KEY_VARIABLE} holds {len(key)} bytes: {_LEAST} to {_MOST} are a key")
-    return key or _read_file(path)
+    if not path and os.environ.get(_FILE_VARIABLE) == "":
+        raise ConfigError(f"{_FILE_VARIABLE} is set, and empty. Next step: name the file, or unset it")
+    return _read_file(path) if key is None else key
 
 
 def _read_file(path: str) -> bytes:
     if not path:
         return b""
-    name, file = "UCCL_EP_SECRET_FILE", Path(path)
+    name, file = _FILE_VARIABLE, Path(path)
     try:
         with file.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode
@@ -77,8 +87,10 @@ def _read_file(path: str) -> bytes:
             f"{name}={path} holds {len(key)} bytes: {_LEAST} to {_MOST} are a key. Next step: openssl rand -hex 32 > "
             "FILE"
         )
-    if mode & (stat.S_IRWXG | stat.S_IRWXO) and stat.S_ISREG(mode):
-        _log.warning("%s=%s can be read by other users. Next step: chmod 600", name, path)
+    if stat.S_ISREG(mode) and mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
+        raise ConfigError(f"{name}={path} can be read or written by other users. Next step: chmod 600 {path}")
+    if stat.S_ISREG(mode) and mode & stat.S_IRGRP:
+        _log.warning("%s=%s can be read by its group. Next step: chmod 600", name, path)
     return key
 
 

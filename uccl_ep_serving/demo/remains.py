@@ -49,7 +49,8 @@ def sweep() -> list[str]:
         with contextlib.suppress(OSError, ValueError):  # another user's, or being removed by its guardian right now
             lock = os.open(directory / supervisor.LOCK, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if directory.stat().st_uid != os.getuid():
+                # not what a link of another user's leads to
+                if directory.lstat().st_uid != os.getuid() or directory.is_symlink():
                     continue
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 kill_users_of(directory)

@@ -11,21 +11,39 @@ import logging
 import os
 from collections.abc import Mapping
 
-from uccl_ep_serving.config import deciding
+from uccl_ep_serving.config import KEY_VARIABLE, deciding
+from uccl_ep_serving.control_plane.secret import fingerprint, key_of_environment
+from uccl_ep_serving.errors import ConfigError
 
 __all__ = ["adopt", "launch"]
+
+#: Of a record, which is no variable: the fingerprint of the key in ``UCCL_EP_SECRET``.
+_KEY = "fingerprint of the key"
 
 _log = logging.getLogger("uccl_ep_serving")
 
 
 def launch() -> dict[str, str]:
-    """The record: what decides in this process, the launcher."""
-    return deciding()
+    """The record: what decides in this process, the launcher, and whether there is a key: not the key itself."""
+    key = key_of_environment()
+    return deciding() if key is None else {**deciding(), _KEY: fingerprint(key)}
 
 
 def adopt(record: Mapping[str, str]) -> None:
     """Set the variables of ``record`` that this process has not; what a worker's own environment sets stays, because a
-    node may have other NICs than the launcher's."""
+    node may have other NICs than the launcher's.
+
+    Raises:
+        ConfigError: the launcher has a key in its environment, and this process has not that one.
+    """
+    wanted = record.get(_KEY)
+    if wanted is not None and fingerprint(key_of_environment() or b"") != wanted:
+        raise ConfigError(
+            f"the engine was launched with {KEY_VARIABLE}, and this worker has "
+            f"{'none' if key_of_environment() is None else 'another one'}: it is sent to no worker. "
+            "Next step: UCCL_EP_SECRET_FILE with a file on every node, or that variable in the workers' environment"
+        )
+    record = {name: value for name, value in record.items() if name != _KEY}
     missing = {name: value for name, value in record.items() if name not in os.environ}
     os.environ.update(missing)
     if missing:

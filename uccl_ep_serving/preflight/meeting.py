@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import datetime
-import json
 import socket
 import time
 from collections.abc import Callable
 from importlib import metadata
+from typing import Annotated
 
+import msgspec
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ..check.faults import Wrong
 from ..control_plane.bootstrap import StoreExchange
+from ..protocol.command import MAX_RANKS
 from .job import Job, Place, skew
 
 __all__ = ["Meeting", "meet"]
@@ -25,6 +27,24 @@ _ANSWER_SECONDS = 5.0
 #: At the end the rank that has the store waits so long for those that still read it.
 _LEAVE_SECONDS = 10.0
 _MEETING = "meeting"
+
+
+class _Node(msgspec.Struct, frozen=True):
+    """What a node says of itself: its ranks, how many nodes it was told, version of the package, name of the host."""
+
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+    nodes: int
+    version: str
+    host: str
+
+
+def _node(number: int, said: bytes) -> _Node:
+    """What node ``number`` has said. Raises Wrong: whoever reaches the store may write there."""
+    try:
+        return msgspec.json.decode(said, type=_Node)
+    except msgspec.MsgspecError as error:
+        cause = "another program writes to the store, or another version of uccl_ep_serving runs there"
+        raise Wrong(f"node {number}", "its ranks and nodes", str(error), cause, "another --port on all nodes") from None
 
 
 class Meeting:
@@ -108,8 +128,8 @@ def _everybody(store: c10d.Store, job: Job, deadline: float, say: Callable[[str]
     """Who the ranks are once all nodes have said how many they have there. Raises Wrong."""
     prefix = c10d.PrefixStore("uccl_ep check/nodes", store)
     if job.local == 0:
-        known = {"ranks": job.locals, "nodes": job.nodes, "version": metadata.version("uccl_ep_serving")}
-        prefix.set(str(job.node), json.dumps({**known, "host": socket.gethostname()}))
+        own = _Node(job.locals, job.nodes, metadata.version("uccl_ep_serving"), socket.gethostname())
+        prefix.set(str(job.node), msgspec.json.encode(own).decode())
     say(f"waits for {job.nodes} node{'s' * (job.nodes > 1)}")
     while missing := [node for node in range(job.nodes) if not prefix.check([str(node)])]:
         if time.monotonic() > deadline:
@@ -122,11 +142,13 @@ def _everybody(store: c10d.Store, job: Job, deadline: float, say: Callable[[str]
                 f"run it on node {names} at the same time, and read what it says there",
             )
         time.sleep(_PAUSE / 10)
-    nodes = [json.loads(prefix.get(str(node))) for node in range(job.nodes)]
-    if wrong := [(node, one["nodes"]) for node, one in enumerate(nodes) if one["nodes"] != job.nodes]:
+    nodes = [_node(number, prefix.get(str(number))) for number in range(job.nodes)]
+    if wrong := [(node, one.nodes) for node, one in enumerate(nodes) if one.nodes != job.nodes]:
         node, there = wrong[0]
         said = f"{there} there"
         raise Wrong(f"node {node}", f"--nnodes {job.nodes} on all nodes", said, "other arguments", "the same on all")
-    before = sum(one["ranks"] for one in nodes[: job.node])
-    ranks = sum(one["ranks"] for one in nodes)
+    before = sum(one.ranks for one in nodes[: job.node])
+    ranks = sum(one.ranks for one in nodes)
+    if ranks > MAX_RANKS:
+        raise Wrong(_MEETING, f"{MAX_RANKS} ranks at most", f"{ranks}", "other arguments", "fewer --ranks")
     return Place(job.node, job.nodes, job.local, job.locals, before + job.local, ranks)

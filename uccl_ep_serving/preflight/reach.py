@@ -23,6 +23,8 @@ _CONNECT_SECONDS, _ANSWER_SECONDS = 5.0, 5.0
 _TOKEN_BYTES, _TURNS = 16, 50
 #: Sent to a peer and acknowledged, to see what the network carries over one connection.
 _BULK_BYTES, _PIECE_BYTES = 32 << 20, 1 << 20
+#: What accept() may raise of a listener that goes on, and the time until the next try.
+_PASSING, _PAUSE_SECONDS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ECONNABORTED), 0.1
 _PART = "TCP"
 
 
@@ -49,8 +51,11 @@ class Listener(contextlib.AbstractContextManager["Listener"]):
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    return
+                time.sleep(_PAUSE_SECONDS)
+                continue
             # one that stands still holds up nobody else
             threading.Thread(target=_answer, args=(connection,), name="uccl-ep check", daemon=True).start()
 
