@@ -107,8 +107,8 @@ test-rdma: env
 	@ARGS="$(ARGS)" scripts/test-rdma
 
 test-engine: env-sglang env-vllm
-	@$(BIN)/pytest -m engine $(ARGS)
-	@$(BIN_VLLM)/pytest -m engine $(VLLM_TESTS) $(ARGS)
+	@failed=0; $(BIN)/pytest -m engine $(ARGS) || failed=1; \
+	$(BIN_VLLM)/pytest -m engine $(VLLM_TESTS) $(ARGS) || failed=1; exit $$failed
 
 # what Triton makes of the GPU's kernels, with each version that an engine pins; installs those on first use
 test-triton: env

@@ -36,7 +36,7 @@ from uccl_ep_serving.demo.client import Answer, Client, compare
 from uccl_ep_serving.demo.report import reduced_rows
 from uccl_ep_serving.demo.server import DemoServer, ServerFailed
 from uccl_ep_serving.demo.sglang_launch import SglangLaunch
-from uccl_ep_serving.protocol.message import HEADER_BYTES, meta_bytes
+from uccl_ep_serving.protocol.message import HEADER_BYTES, counts_bytes, meta_bytes
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -179,7 +179,8 @@ def test_rows_are_what_the_routing_implies(serve: Serve, tmp_path: Path, monkeyp
         assert rank["messages_sent"] == rank["writes"] == rank["commands"] == 2 * implied["calls"]
         row = MODEL.hidden_size * 4  # float32
         dispatched = implied["rows"] * (meta_bytes(MODEL.num_experts_per_tok) + row)
-        assert rank["bytes_sent"] == 2 * implied["calls"] * HEADER_BYTES + dispatched + returned * row
+        headers = 2 * HEADER_BYTES + counts_bytes(MODEL.n_routed_experts // len(got.traffic))
+        assert rank["bytes_sent"] == implied["calls"] * headers + dispatched + returned * row
     rows = sum(implied["rows"] for implied in routed.values())
     expert_rows = sum(implied["expert_rows"] for implied in routed.values())
     assert rows < expert_rows  # else reducing at the expert side could not be told from not reducing
