@@ -92,7 +92,6 @@ def test_the_driver_call_by_call(tmp_path: Path) -> None:
     assert 0 < int(clock[1]) <= 2 * float(clock[2])
 
 
-@pytest.mark.interpreter
 def test_the_store_of_a_check_is_nobody_elses() -> None:
     """It asks nobody who he is, and holds the secret of the check's Buffers."""
     store = gpu._private_store()
@@ -108,6 +107,7 @@ def test_the_store_of_a_check_is_nobody_elses() -> None:
     assert store.get("one") == b"1"
 
 
+@pytest.mark.interpreter
 def test_a_call_that_hangs_and_one_that_leaves_the_other_rank_alone(tmp_path: Path) -> None:
     found = parts_of(python(saved(tmp_path, STUBBED), json.dumps(list(ENDED))))
     check_told(found, ENDED)
