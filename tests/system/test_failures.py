@@ -108,7 +108,9 @@ def test_different_settings_are_refused_on_every_rank(ranks: Ranks) -> None:
 
 def test_a_dead_proxy_fails_the_next_operation(mortal_ranks: Ranks) -> None:
     zero, one = mortal_ranks.run(2, bodies.proxy_dies, {**PATHS["shm"], "timeout": 2.0})
-    assert all(text.startswith("ProxyDied") for text in zero), zero
+    assert zero[0].startswith("ProxyDied")
+    # where this rank gets no core for a while the other one has gone on without it by now
+    assert zero[1].startswith(("ProxyDied", "Evicted"))
     assert all("UCCL_EP_FAULT_PROXY_AFTER" in text for text in zero), "the cause"
     assert len(zero) == len(one) == 2
     assert one[0].startswith(("PeerTimeout", "PeerLost"))
