@@ -25,6 +25,7 @@ from itertools import permutations
 from tests.kernels.flow_graph import loops, postdominators, reached
 from tests.kernels.llvm_calls import inlined
 from tests.kernels.llvm_ir import Function, Instruction, arguments, read
+from tests.kernels.merged_branches import apart
 
 __all__ = ["divergences"]
 
@@ -63,7 +64,7 @@ _READS = re.compile(r"\.sreg\.|workitem|mbcnt|memtime|memrealtime|s\.getreg|cloc
 def divergences(text: str) -> list[str]:
     """What is wrong in the IR ``text`` of a kernel: which operation, on which line of the source, and the branch at
     which threads part."""
-    return _Analysis(inlined(*read(text))).faults()
+    return _Analysis(apart(inlined(*read(text)))).faults()
 
 
 class _Analysis:

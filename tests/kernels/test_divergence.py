@@ -75,6 +75,28 @@ meet:
   %v = phi i32 [ 1, %left ], [ 2, %right ], [ %w, %early ]
   %c = icmp eq i32 %v, 1
 """
+#: Where the first thread tells, and all go on unless {over}: as LLVM makes one branch of two, in either form.
+MERGED_AND = """
+  %u = icmp eq i32 %t, 0
+  %c = and i1 %u, {over}
+  br i1 %c, label %tell, label %ask, !dbg !7
+tell:
+  store i32 1, ptr addrspace(1) %from
+  br label %after
+ask:
+  br i1 {over}, label %after, label %on, !dbg !7
+on:
+  {operation}
+  br label %after
+after:
+  %v = phi i32 [ 1, %tell ], [ 1, %ask ], [ 2, %on ]
+  ret void
+"""
+MERGED_OR = (
+    MERGED_AND.replace("and i1 %u, {over}", "select i1 %u, i1 true, i1 {over}")
+    .replace("label %tell, label %ask, !dbg !7\ntell", "label %ask, label %tell, !dbg !7\ntell")
+    .replace("br i1 {over}, label %after, label %on", "br i1 {over}, label %on, label %after")
+)
 ACQUIRED = '%a0 = call i64 asm sideeffect "ld.acquire.sys.global.b64 $0, [$1];", "=l,l"(i64 %base) #2, !dbg !5'
 PLAIN = '%a0 = call i64 asm sideeffect "ld.global.b64 { $0 }, [ $1 + 0 ];", "=l,l"(i64 %base) #2, !dbg !5'
 LANE_WORD = """%at = getelementptr i32, ptr addrspace(1) %from, i32 %t
@@ -187,10 +209,27 @@ RIGHT = {
     ),
     "what is the same of two that a function returns": (32, calling("%n", "{ i32, i32 }", then=TWO, behind=taken(0))),
     "values of one way that meet early": (32, TID + MEET_EARLY + BRANCH.format(SHUFFLE)),
+    "a branch of all that the compiler made one with the first thread's": (
+        32,
+        TID + MERGED_AND.format(over="%same", operation=BARRIER),
+    ),
+    "the same in the other form": (32, TID + MERGED_OR.format(over="%same", operation=BARRIER)),
     "ways of all": (32, MEET.replace("%p", "%same") + BRANCH.format(BARRIER)),
 }
 #: What is wrong: also the operation and the cause that are named.
 WRONG = {
+    "two branches made one, of which neither is of all": (
+        32,
+        TID + "\n  %out = icmp ult i32 %t, 16" + MERGED_AND.format(over="%out", operation=BARRIER),
+        "barrier.cta",
+        "tid.x",
+    ),
+    "two branches made one, and the first thread alone": (
+        32,
+        TID + MERGED_AND.format(over="%same", operation="").replace("store i32 1, ptr addrspace(1) %from", BARRIER),
+        "barrier.cta",
+        "tid.x",
+    ),
     "half a warp, a barrier": (
         128,
         TID + "\n  %c = icmp ult i32 %t, 16" + BRANCH.format(BARRIER),

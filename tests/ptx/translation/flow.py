@@ -136,6 +136,9 @@ class Flow:
     def unwritten(self, strict: bool = False) -> list[Unwritten]:
         """Reads of registers that a path leads to on which nothing has written them.
 
+        One that only fills a half of a pair of which the other half alone is taken is none: the compiler widens so what
+        it packs for sm_100.
+
         Every path counts, whether or not its branches can go that way together. What it cannot see: a value that comes
         from memory which nobody wrote, from a thread that takes no part in a shuffle or a reduction, or from an
         arithmetic that PTX leaves open.
@@ -164,6 +167,26 @@ class Flow:
         for block, at in zip(self._blocks, missing, strict=True):
             now = set(at or ())
             for place in block:
-                found += [Unwritten(name, self.code[place]) for name in sorted(now & self._steps[place].reads)]
+                missed = sorted(now & self._steps[place].reads)
+                found += [Unwritten(name, self.code[place]) for name in missed if not self._dropped(place, name)]
                 now -= written[place]
         return found
+
+    def _dropped(self, place: int, register: str) -> bool:
+        """Whether the instruction only packs ``register`` into a pair, and whoever reads that drops this half."""
+        packs = self.code[place]
+        if packs.opcode != "mov" or len(packs.operands) != 2:
+            return False
+        whole, parts = packs.operands
+        if not isinstance(whole, Register) or not isinstance(parts, Vector):
+            return False
+        halves = [
+            index for index, part in enumerate(parts.parts) if isinstance(part, Register) and part.name == register
+        ]
+        readers = [one for one, step in zip(self.code, self._steps, strict=True) if whole.name in step.reads]
+        return bool(readers) and all(
+            one.opcode == "mov"
+            and isinstance(one.operands[0], Vector)
+            and not any(isinstance(one.operands[0].parts[half], Register) for half in halves)
+            for one in readers
+        )

@@ -50,6 +50,20 @@ def test_what_is_read_anywhere() -> None:
     assert unwritten("exit;") == []
 
 
+def test_a_half_that_everybody_drops_is_not_read() -> None:
+    """As the compiler packs two numbers for sm_100 of which one is of no use."""
+    pack = "mov.b64 %b0, {%r0, %r1}; "
+    declared = ".reg .b64 %b<1>; "
+    assert unwritten(declared + pack + "mov.b64 {%r2, _}, %b0; st.global.b32 [%a], %r2;") == []
+    for taken in (
+        "mov.b64 {_, %r2}, %b0;",
+        "mov.b64 {%r2, %r3}, %b0;",
+        "st.global.b64 [%a], %b0;",
+    ):
+        both = "mov.b64 {%r4, _}, %b0; " + taken
+        assert unwritten(declared + pack + both) == [("%r1", "mov.b64 %b0, {%r0, %r1}")], taken
+
+
 def test_what_a_kernel_is_told_of() -> None:
     text = kernel_text(REGISTERS + "add.s32 %r1, %r2, %r0;")
     assert [one.split(" may")[0] for one in unknown(text)] == ["%r2"]
