@@ -45,17 +45,22 @@ class Target:
 
     def measured(self, results: Mapping[str, Any]) -> float | None:
         """The value, or None when the result has none (a peer was skipped, the card was not run)."""
-        found = []
-        for keys in self.value:
-            place: Any = results.get(self.result, {})
-            for key in keys.split("/"):
-                if not isinstance(place, Mapping) or key not in place:
-                    return None
-                place = place[key]
-            found.append(float(place))
+        places = [self._place(results, keys) for keys in self.value]
+        if any(place is None for place in places):
+            return None
+        found = [float(place) for place in places]
         if len(found) == 1:
             return found[0]
         return found[0] / found[1] if found[1] else None
+
+    def _place(self, results: Mapping[str, Any], keys: str) -> Any:
+        """What stands in the result under ``keys``; None where nothing does."""
+        place: Any = results.get(self.result, {})
+        for key in keys.split("/"):
+            if not isinstance(place, Mapping) or key not in place:
+                return None
+            place = place[key]
+        return place
 
     def verdict(self, results: Mapping[str, Any]) -> str:
         """MET, MISSED, CANNOT_TELL or NOT_MEASURED."""
@@ -64,10 +69,8 @@ class Target:
             return NOT_MEASURED
         ends = [measured]
         if self.interval:
-            place: Any = results[self.result]
-            for key in self.interval.split("/"):
-                place = place[key]
-            ends = [float(place["low"]), float(place["high"])]
+            interval = self._place(results, self.interval)
+            ends = [float(interval["low"]), float(interval["high"])]
         within = {self._within(end) for end in ends}
         return CANNOT_TELL if len(within) > 1 else MET if True in within else MISSED
 

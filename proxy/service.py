@@ -345,6 +345,10 @@ class ProxyService:
 
     # --- statistics ------------------------------------------------------------------------------------------------
 
+    def totals(self) -> dict[str, int]:
+        """The ``total`` of :meth:`counters` alone."""
+        return _total([proxy_counters(state) for state in self.states])
+
     def counters(self) -> dict[str, Any]:
         """Snapshot: ``{"proxies": [...], "total": {...}, "streams": [...], "latency": {stream: buckets}}``.
 
@@ -353,10 +357,14 @@ class ProxyService:
         proxies = [proxy_counters(state) for state in self.states]
         return {
             "proxies": proxies,
-            "total": {name: sum(counters[name] for counters in proxies) for name in proxies[0]},
+            "total": _total(proxies),
             "streams": [entry for state in self.states for entry in stream_states(state)],
             "latency": {stream: b for state in self.states for stream, b in latencies(state).items()},
         }
+
+
+def _total(proxies: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(counters[name] for counters in proxies) for name in proxies[0]}
 
 
 #: Services whose threads run: stopped at interpreter exit, before the memory under them goes away.

@@ -19,17 +19,17 @@ from .ring import commands_in
 from .sequence import HELD, MESSAGES, PREFIX
 from .state import ProxyState
 
-__all__ = ["GAUGES", "add_up", "in_flight", "latencies", "proxy_counters", "stream_states"]
+__all__ = ["add_up", "in_flight", "latencies", "proxy_counters", "stream_states"]
 
 #: More commands than a ring has.
 _ALL = 1 << 62
 #: Of :func:`proxy_counters`, what says how much is somewhere now. The others only grow, as long as the proxy lives.
-GAUGES = ("ring_depth", "queue_depth", "writes_in_flight", "bytes_in_flight")
+_GAUGES = ("ring_depth", "queue_depth", "writes_in_flight", "bytes_in_flight")
 
 
 def add_up(ended: Mapping[str, int], present: Mapping[str, int]) -> dict[str, int]:
     """Counters of proxies that have ended and of those that run: what only grows goes on where it was."""
-    grown = {name: count for name, count in ended.items() if name not in GAUGES}
+    grown = {name: count for name, count in ended.items() if name not in _GAUGES}
     return {name: grown.get(name, 0) + present.get(name, 0) for name in {**grown, **present}}
 
 

@@ -64,8 +64,7 @@ def metrics_table() -> str:
         "| `uccl_ep_up` |  | 1 for a Buffer that answers, else 0 |",
     ]
     for metric in METRICS:
-        name = metric.name + "_total" * metric.only_grows
-        rows.append(f"| `{name}` | {', '.join(metric.labels)} | {metric.meaning} |")
+        rows.append(f"| `{metric.scraped}` | {', '.join(metric.labels)} | {metric.meaning} |")
     return "\n".join(rows)
 
 

@@ -214,7 +214,7 @@ class Reading(NamedTuple):
 
 
 def served() -> list[Served]:
-    """Open Buffers of this user in this network namespace, those of all users for root; oldest last of a process."""
+    """Open Buffers of this user in this network namespace, those of all users for root; oldest first of a process."""
     return sorted(one for one in _listening() if os.getuid() in (0, one.user))
 
 

@@ -67,7 +67,7 @@ def test_a_scrape_says_what_a_buffer_does(url: str) -> None:
     assert found[key("uccl_ep_operation_latest_seconds", operation="ll_dispatch", quantile="0.5")] > 0
     assert found[key("uccl_ep_wait_seconds")] == 0
     assert found[key("uccl_ep_epoch")] == buffer.stats()["epoch"]
-    names = {metric.name + "_total" * metric.only_grows for metric in export.METRICS}
+    names = {metric.scraped for metric in export.METRICS}
     # alone a rank has peers of no kind and waits for none
     assert names - {name for name, _ in found} == {"uccl_ep_waiting_samples_total"}
     buffer.destroy()
@@ -107,7 +107,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_metrics_that_the_documentation_names_are_there() -> None:
-    known = {"uccl_ep_up", *(metric.name + "_total" * metric.only_grows for metric in export.METRICS)}
+    known = {"uccl_ep_up", *(metric.scraped for metric in export.METRICS)}
     page = (ROOT / "docs/operating.md").read_text()
     named = set(re.findall(r"\buccl_ep_\w+", page)) - {"uccl_ep_serving"}
     assert named == known

@@ -183,7 +183,7 @@ class TestDirectories:
             pass
         for number in (1, 2, 3):
             write_json(start_file(tmp_path, number), start_of(one, number))
-        assert finished(tmp_path, one).startswith(f"compare: nothing is measured: {tmp_path} holds all starts already")
+        assert finished(tmp_path, one).startswith(f"nothing is measured: {tmp_path} holds all starts already")
         with open_directory(tmp_path, one, other):
             pass
 

@@ -234,7 +234,7 @@ def compare(
     directory = Path(output or f"uccl-ep-compare-{plan.digest}")
     try:
         if rank == 0 and (said := finished(directory, plan)):
-            typer.echo(said, err=True)
+            typer.echo(f"compare: {said}", err=True)
         if launcher:
             prepare_rank(rank, size)
             _run_rank(plan, 0, directory, timeout)

@@ -232,7 +232,7 @@ def compare_serving(
         )
         directory = Path(output or f"uccl-ep-serving-{plan.digest}")
         if said := finished(directory, plan):
-            typer.echo(said.replace("compare:", "compare-serving:", 1), err=True)
+            typer.echo(f"compare-serving: {said}", err=True)
         run_starts(plan, directory, timeout)
         good = _report(plan, directory)
     except ConfigError as error:

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from uccl_ep_serving.cli.top import read_all
+from uccl_ep_serving.cli.top import MISSING, read_all, ways
 from uccl_ep_serving.data_plane.standing import STATES
 from uccl_ep_serving.stats import Reading, Served
 
@@ -52,6 +52,11 @@ class Metric(NamedTuple):
     labels: tuple[str, ...]
     samples: Callable[[Counters], Samples]
 
+    @property
+    def scraped(self) -> str:
+        """Its name in an answer."""
+        return f"{self.name}_total" if self.only_grows else self.name
+
 
 def _one(name: str, divisor: float = 1) -> Callable[[Counters], Samples]:
     """The value ``name`` of the answer, where it is there."""
@@ -79,11 +84,9 @@ def _latest(counters: Counters) -> Samples:
 
 
 def _peers(counters: Counters) -> Samples:
-    missing = {str(rank) for state in ("masked", "lost") for rank in counters.get(state, ())}
-    ways = [way for peer, way in counters.get("transport_by_peer", {}).items() if peer not in missing]
-    for way in sorted(set(ways)):
-        yield (way,), ways.count(way)
-    for state in ("masked", "lost"):
+    for way, count in ways(counters).items():
+        yield (way,), count
+    for state in MISSING:
         yield (state,), len(counters.get(state, ()))
 
 

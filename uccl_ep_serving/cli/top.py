@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
@@ -25,7 +26,7 @@ from uccl_ep_serving.cli.console import wide_console
 from uccl_ep_serving.proxy.transport.select import DIRECT
 from uccl_ep_serving.stats import Reading, Served, read, served
 
-__all__ = ["app", "is_well", "picture", "read_all", "run"]
+__all__ = ["MISSING", "app", "is_well", "picture", "read_all", "run", "ways"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -43,6 +44,8 @@ _CAPTION = (
     "host does not know them, as in low latency on a GPU; p50 and p99: inside the latest calls, on a GPU the host's "
     "part alone. What a captured graph replays is no call."
 )
+#: Lists of peers that take no part.
+MISSING = ("masked", "lost")
 #: States in which a rank goes on (data_plane/standing.py).
 _WELL = ("ok", "rebuilding", "stale", "closed")
 #: The part of the samples from which waiting for one rank is told.
@@ -128,14 +131,17 @@ def _silence(pid: int) -> str:
     return f"it does not answer: its process ({status}) holds the interpreter's lock, or gets no core. {step}"
 
 
+def ways(counters: Counters) -> dict[str, int]:
+    """How many peers are reached which way, by its name; those that are masked or lost are not counted."""
+    missing = {str(rank) for state in MISSING for rank in counters.get(state, ())}
+    found = Counter(way for peer, way in counters.get("transport_by_peer", {}).items() if peer not in missing)
+    return dict(sorted(found.items()))
+
+
 def _peers(counters: Counters) -> str:
     """How many peers are reached which way, and who is missing."""
-    missing = {str(rank) for state in ("masked", "lost") for rank in counters.get(state, ())}
-    ways: dict[str, int] = {}
-    for peer, way in counters.get("transport_by_peer", {}).items():
-        ways[way] = ways.get(way, 0) + (peer not in missing)
-    words = [f"{count} {way}" for way, count in sorted(ways.items()) if count]
-    words += [f"{state} {', '.join(map(str, ranks))}" for state in ("masked", "lost") if (ranks := counters.get(state))]
+    words = [f"{count} {way}" for way, count in ways(counters).items()]
+    words += [f"{state} {', '.join(map(str, ranks))}" for state in MISSING if (ranks := counters.get(state))]
     return "; ".join(words) or ("alone" if counters.get("world") == 1 else "-")
 
 

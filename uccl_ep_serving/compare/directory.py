@@ -145,7 +145,7 @@ def finished(directory: Path, plan: Planned) -> str:
         return ""
     package = read_json(directory / _PLAN).get("package")
     return (
-        f"compare: nothing is measured: {directory} holds all starts already, of uccl_ep_serving {package}. Next step: "
+        f"nothing is measured: {directory} holds all starts already, of uccl_ep_serving {package}. Next step: "
         "name another directory with --output to measure again"
     )
 

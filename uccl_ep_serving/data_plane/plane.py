@@ -102,8 +102,7 @@ class DataPlane:
 
     def totals(self) -> dict[str, int]:
         """What all its proxies have counted."""
-        totals: dict[str, int] = self.service.counters()["total"] if self.service is not None else {}
-        return totals
+        return self.service.totals() if self.service is not None else {}
 
     def stats(self) -> dict[str, Any]:
         """Plain counters, and how each peer is reached."""

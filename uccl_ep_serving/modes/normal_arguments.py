@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..handles import NormalGpuHandle, NormalHandle
 from ..protocol.command import UNIT
 from ..protocol.message import DTYPE_FP8, DTYPE_FP8_UE8M0, MOST_TOKENS, SCALE_BLOCK, NormalNotify
-from .arguments import VALUE_CODES, check_device, check_integer, check_start, in_words, naming
+from .arguments import VALUE_CODES, check_device, check_integer, check_memory, check_start, in_words, naming
 from .row_format import RowFormat
 
 __all__ = ["CombineArguments", "DispatchArguments", "Layout", "NormalArguments", "check_experts", "check_ids"]
@@ -187,7 +187,8 @@ class NormalArguments(Generic[_Handle]):
         """``x`` as a contiguous matrix on the device whose rows are multiples of 16 bytes."""
         if not isinstance(x, torch.Tensor):
             raise ConfigError(f"{name} must be a tensor, not {type(x).__name__}")
-        check_device(self._device, **{name: x})
+        if x.device != self._device:
+            check_device(self._device, **{name: x})
         if x.dim() != 2 or x.shape[1] == 0:
             raise ConfigError(f"{name} must be [tokens, hidden] with hidden > 0, not {in_words(x)}")
         if not x.is_contiguous():
@@ -198,6 +199,8 @@ class NormalArguments(Generic[_Handle]):
             )
         if self._aligned:
             check_start(name, x, self._device)
+        else:
+            check_memory(name, x)
         return x
 
     def _rows_and_scales(self, x: object) -> tuple[torch.Tensor, torch.Tensor | None, int]:

@@ -158,7 +158,7 @@ def cache_directory() -> Path:
     temporary directory: the first that can be written, and by nobody else. Says once when that is not the one that was
     asked for. Without any, code is compiled in memory."""
     directory, wanted = next(filter(usable, _candidates()), _NOWHERE), cache_wanted()
-    if wanted and not directory.is_relative_to(os.path.realpath(wanted)) and not any(map(trusted, _candidates()[:1])):
+    if lies_elsewhere(directory, wanted) and not any(map(trusted, _candidates()[:1])):
         _log.warning(
             "UCCL_EP_CACHE_DIR=%s cannot be written, or others can write it: compiled code is kept in %s instead. Next "
             "step: make it writable for this user alone, or unset it",
@@ -166,6 +166,11 @@ def cache_directory() -> Path:
             directory,
         )
     return directory
+
+
+def lies_elsewhere(directory: Path, wanted: str) -> bool:
+    """Whether ``directory``, one of :func:`places`, is not below what UCCL_EP_CACHE_DIR asks for, if it is set."""
+    return bool(wanted) and not directory.is_relative_to(os.path.realpath(wanted))
 
 
 def _candidates() -> list[Path]:
@@ -177,9 +182,9 @@ def places(name: str) -> list[Path]:
 
     Links are followed here, once: who can turn one could otherwise have one directory looked at and another one used.
     """
-    bases = [Path(base).resolve() / "uccl_ep_serving" for base in cache_base()]
+    bases = [Path(base) / "uccl_ep_serving" for base in cache_base()]
     with contextlib.suppress(OSError):  # a system without any temporary directory
-        bases.append(Path(tempfile.gettempdir()).resolve() / f"uccl_ep_serving-{os.geteuid()}")
+        bases.append(Path(tempfile.gettempdir()) / f"uccl_ep_serving-{os.geteuid()}")
     return [base.resolve() / name for base in bases]
 
 

@@ -19,7 +19,7 @@ from uccl_ep_serving.cli.warm.tasks import all_groups
 from uccl_ep_serving.config import cache_wanted
 from uccl_ep_serving.engines.versions import SGLANG, VLLM, Engine, Standing
 from uccl_ep_serving.errors import ConfigError
-from uccl_ep_serving.native.cache import cache_directory, ours, read_directories
+from uccl_ep_serving.native.cache import cache_directory, lies_elsewhere, ours, read_directories
 from uccl_ep_serving.native.machine import check_executable
 from uccl_ep_serving.proxy import cgroup
 
@@ -119,7 +119,7 @@ def _compiled_code() -> Finding:
     if directory.is_relative_to(os.devnull):
         value = "no directory that this user can write and nobody else: each process compiles for itself"
         return Finding("compiled code", value, Status.NOTE, "UCCL_EP_CACHE_DIR with such a directory, or HOME")
-    if wanted and not directory.is_relative_to(os.path.realpath(wanted)):
+    if lies_elsewhere(directory, wanted):
         value = f"{directory}: UCCL_EP_CACHE_DIR={wanted} {_refused(Path(wanted))}"
         step = "a directory that this user can write and nobody else, of a pod's volume one below its root that is "
         return Finding("compiled code", value, Status.NOTE, f"{step}mounted with subPath; or unset it")

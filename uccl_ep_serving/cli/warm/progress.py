@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from uccl_ep_serving.cli.doctor.findings import size
 from uccl_ep_serving.cli.warm.tasks import Kernels, Outcome, Task, all_groups, gpu_task, group_tasks
 from uccl_ep_serving.cli.warm.workers import most_jobs, results
 from uccl_ep_serving.config import cache_wanted
-from uccl_ep_serving.native.cache import cache_directory
+from uccl_ep_serving.native.cache import cache_directory, lies_elsewhere
 from uccl_ep_serving.native.groups import Group
 
 __all__ = ["run"]
@@ -40,7 +39,7 @@ def run(
     directory, wanted = cache_directory(), cache_wanted()
     known = group_tasks(groups)
     tasks = deque(task for task, outcome in known.items() if outcome is None)
-    if tasks and wanted and not directory.is_relative_to(os.path.realpath(wanted)):
+    if tasks and lies_elsewhere(directory, wanted):
         step = "make it writable for this user, or unset it"
         typer.echo(f"warm: UCCL_EP_CACHE_DIR={wanted} cannot be written. Next step: {step}", err=True)
         return 1
