@@ -66,6 +66,7 @@ VALID: dict[str, dict[str, object]] = {
     "verbs": {"pyverbs": "pyverbs", "ctypes": "ctypes"},
     "proxy_cpus": {"4,5": (4, 5), "8191": (8191,), "0-2": (0, 1, 2)},
     "proxy_spin": {"off": "off", "0": "off", "2.50": "2.5", "1000000": "1e+06"},
+    "flight_recorder": {"/tmp/flight": "/tmp/flight"},
     "trace": {"/tmp/trace": "/tmp/trace"},
     "trace_every": {"2": 2, "1073741824": 1 << 30},
     "trace_what": {"whole": "whole"},

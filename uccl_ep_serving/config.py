@@ -228,6 +228,7 @@ class Settings:
     verbs: str = "auto"
     proxy_cpus: tuple[int, ...] = ()
     proxy_spin: str = "auto"
+    flight_recorder: str = ""
     trace: str = ""
     trace_every: int = 1
     trace_what: str = "histogram"
@@ -557,6 +558,13 @@ SETTINGS: tuple[Variable, ...] = (
         "how long an idle proxy keeps polling before it sleeps. auto: 10 ms where there are at least four cores "
         "(near its NIC) for each proxy of the host that shares them, else off; off: it yields at once and sleeps after "
         "50 us; or milliseconds",
+    ),
+    Variable(
+        "flight_recorder",
+        str,
+        False,
+        "directory into which a rank that cannot go on writes what it knew, a file for each rank and failure; uccl-ep "
+        "flight reads those of all ranks",
     ),
     Variable(
         "trace",

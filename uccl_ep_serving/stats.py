@@ -7,6 +7,7 @@ each side checks the other's user by the kernel's credentials (SO_PEERCRED), as 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import itertools
@@ -35,6 +36,8 @@ OPERATIONS = ("ll_dispatch", "ll_combine", "normal_dispatch", "normal_combine")
 
 #: Durations kept per operation for the percentiles; older ones are overwritten.
 _KEPT = 8192
+#: Calls of all operations that are kept one by one.
+_LATEST = 256
 
 #: How the names of the sockets begin.
 _NAME = "uccl_ep"
@@ -56,6 +59,7 @@ class OperationLog:
     def __init__(self) -> None:
         self._counts: dict[str, dict[str, int]] = {op: {"count": 0, "tokens": 0, "rows": 0} for op in OPERATIONS}
         self._total = dict.fromkeys(OPERATIONS, 0)
+        self._latest: collections.deque[tuple[float, str, int, float]] = collections.deque(maxlen=_LATEST)
         self._durations: dict[str, npt.NDArray[np.int64]] = {op: np.zeros(_KEPT, dtype=np.int64) for op in OPERATIONS}
 
     def record(self, op: str, tokens: int, rows: int, nanoseconds: int, **extra: int) -> None:
@@ -71,11 +75,17 @@ class OperationLog:
         counts = self._counts[op]
         self._durations[op][counts["count"] % _KEPT] = nanoseconds
         self._total[op] += nanoseconds
+        self._latest.append((time.time(), op, tokens, nanoseconds / 1e9))
         counts["count"] += 1
         counts["tokens"] += tokens
         counts["rows"] += rows
         for name, value in extra.items():
             counts[name] = counts.get(name, 0) + value
+
+    def latest(self) -> list[tuple[float, str, int, float]]:
+        """The latest calls, newest last: when each ended (seconds since 1970), its operation, its tokens, and seconds
+        inside it."""
+        return list(self._latest.copy())
 
     def snapshot(self) -> dict[str, dict[str, float]]:
         """Counts, ``total_us`` of all calls, ``p50_us`` and ``p99_us`` of the latest, by operation (microseconds)."""

@@ -66,8 +66,13 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     for name, text in pages().items():
         if name == "CHANGELOG.md":
             continue
-        blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        lines = [
+            line
+            for language, block in blocks
+            if language in ("", "bash")
+            for line in block.replace("\\\n", " ").splitlines()
+        ]
         lines += re.findall(r"`([^`\n]+)`", _prose(text))
         for line in lines:
             if re.search(r"(?:^|/|\s)(?:make|uccl-ep|scripts/[\w-]+)(?:\s|$)", line):

@@ -6,7 +6,12 @@ import sys
 
 from rich.console import Console
 
-__all__ = ["wide_console"]
+__all__ = ["plain", "wide_console"]
+
+
+def plain(text: str) -> str:
+    """``text`` of others, without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def wide_console(columns: int = 160, *, highlight: bool = True) -> Console:

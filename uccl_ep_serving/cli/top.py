@@ -22,7 +22,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from uccl_ep_serving.cli.console import wide_console
+from uccl_ep_serving.cli.console import plain, wide_console
+from uccl_ep_serving.data_plane.standing import WELL
 from uccl_ep_serving.proxy.transport.select import DIRECT
 from uccl_ep_serving.stats import Reading, Served, read, served
 
@@ -46,8 +47,6 @@ _CAPTION = (
 )
 #: Lists of peers that take no part.
 MISSING = ("masked", "lost")
-#: States in which a rank goes on (data_plane/standing.py).
-_WELL = ("ok", "rebuilding", "stale", "closed")
 #: The part of the samples from which waiting for one rank is told.
 _TELLING = 0.1
 #: Seconds until the first picture, whose rates are over so many: nobody waits a whole interval before anything is seen.
@@ -109,14 +108,9 @@ def _understood(reading: Reading | None) -> Reading | None:
     return reading
 
 
-def _plain(text: str) -> str:
-    """``text`` without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
 def is_well(reading: Reading) -> bool:
     """Whether a Buffer answers and goes on."""
-    return reading.counters is not None and reading.counters.get("state", "ok") in _WELL
+    return reading.counters is not None and reading.counters.get("state", "ok") in WELL
 
 
 def _silence(pid: int) -> str:
@@ -219,9 +213,9 @@ def picture(
             troubles.append(f"process {shown}: {_silence(pid)}")
             continue
         earlier, first = _same(one, counters, before), _same(one, counters, begun or {})
-        who, state = (shown, f"{counters.get('rank')} of {counters.get('world')}"), _plain(counters.get("state", "ok"))
+        who, state = (shown, f"{counters.get('rank')} of {counters.get('world')}"), plain(counters.get("state", "ok"))
         if why := counters.get("why"):
-            troubles.append(f"rank {counters.get('rank')}, process {shown}: {state}: {_plain(why)}")
+            troubles.append(f"rank {counters.get('rank')}, process {shown}: {state}: {plain(why)}")
         well = is_well(now[one])
         cells = _peers(counters), *_proxied(counters, earlier, seconds), _waits(counters, first)
         buffers.add_row(*who, Text(state, "" if well else "red"), *cells)

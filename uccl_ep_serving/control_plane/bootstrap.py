@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import secrets
@@ -255,6 +256,11 @@ class Introduction(msgspec.Struct, frozen=True):
 
     cards: tuple[Card, ...]
     secret: bytes
+
+    @property
+    def group(self) -> str:
+        """A name of this group, the same on all ranks and another one each time that it opens."""
+        return hashlib.sha256(b"group" + self.cards[0].salt).hexdigest()[:8]  # without a key the salt is the secret
 
     def __repr__(self) -> str:
         return f"Introduction of {len(self.cards)} ranks"

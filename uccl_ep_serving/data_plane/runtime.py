@@ -35,6 +35,7 @@ from ..proxy.transport.select import DIRECT
 from ..stats import LiveServer, OperationLog
 from .agreement import SETUP
 from .epochs import Epochs
+from .flight_recorder import FlightRecorder
 from .gpu_direct import Gpu, GpuReach
 from .kernel_space import KernelSpace
 from .segments import HeapAllocator
@@ -86,11 +87,15 @@ class Runtime:
         with refusing(exchange):
             load(STICKY_ERROR)
             normal = normal_plan(self.ranks, settings, heap_bytes)
+            recorder = None
+            if settings.flight_recorder:
+                recorder = FlightRecorder(settings.flight_recorder, self.rank, self.stats, self.operations.latest)
             # an exchange of the caller's own need not know
             self._mesh = ControlMesh(self.rank, self.ranks, settings, getattr(exchange, "store_host", ""))
         self._liveness = self._mesh.liveness
         self._epochs = Epochs(self._mesh, settings, normal, gpu)
         self._watch = self._epochs.watch
+        self._watch.recorder = recorder
         self.check = self._watch.check
         self._live: LiveServer | None = None
         try:
@@ -103,6 +108,8 @@ class Runtime:
                 chosen=self._mesh.chosen,
                 sizes={"normal-mode heap bytes": normal.heap},
             )
+            if recorder is not None:
+                recorder.group = introduction.group
             self._mesh.connect(introduction)
             self._epochs.start(introduction)
             self._live = LiveServer(self.stats)
@@ -383,6 +390,7 @@ class Runtime:
             "waits_for": None if wait is None else wait._asdict(),
             "waits": self._watch.waits.as_dict(),
             "epoch": self.epoch,
+            "begun": self._watch.begun,
             "device": self.device,
             "proxies": self.settings.proxies,
             "channels": self.channels,
@@ -400,7 +408,10 @@ class Runtime:
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
         """Stop, drain, wait for the others (bounded by ``timeout`` seconds), unmap. May be called twice."""
-        if self._watch.forked or not self._watch.shut():
+        if self._watch.forked:
+            return
+        self._watch.note()
+        if not self._watch.shut():
             return
         deadline = time.monotonic() + timeout
         try:

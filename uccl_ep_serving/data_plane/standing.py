@@ -12,7 +12,7 @@ from ..control_plane.reports import Wait
 if TYPE_CHECKING:
     from .watch import PlaneWatch
 
-__all__ = ["STATES", "WaitLog", "state_of"]
+__all__ = ["STATES", "WELL", "WaitLog", "state_of"]
 
 _log = logging.getLogger("uccl_ep_serving")
 
@@ -20,6 +20,8 @@ _log = logging.getLogger("uccl_ep_serving")
 #: lost ranks that it has not masked; an operation or a proxy has failed; it cannot go on; it takes part no more; it is
 #: closed.
 STATES = ("ok", "rebuilding", "stale", "lost", "failed", "broken", "evicted", "closed")
+#: Those in which a rank goes on, or has ended in good order.
+WELL = ("ok", "rebuilding", "stale", "closed")
 
 #: The share of the deadline after which a wait is told in the log, and the least seconds.
 _LONG, _LEAST = 0.1, 1.0
@@ -61,6 +63,8 @@ class WaitLog:
         self._rank = rank
         self._samples = 0
         self._by_peer: Counter[int] = Counter()
+        #: The operation in which a wait was seen last, and that wait.
+        self._last: tuple[tuple[int, int], Wait] | None = None
         #: The operation that waits, None while none does; since when (``time.monotonic()``); whether that was told.
         self._operation: tuple[int, int] | None = None
         self._since = 0.0
@@ -78,6 +82,7 @@ class WaitLog:
             self._operation = None
             return
         self._by_peer[wait.peer] += 1
+        self._last = operation, wait
         now = time.monotonic()
         if operation != self._operation:
             self._operation, self._since, self._told = operation, now, False
@@ -93,6 +98,10 @@ class WaitLog:
                 wait.phase or "an operation",
                 counts,
             )
+
+    def last(self, operation: tuple[int, int]) -> Wait | None:
+        """The latest wait that was seen in ``operation``, None for none."""
+        return self._last[1] if self._last is not None and self._last[0] == operation else None
 
     def as_dict(self) -> dict[str, Any]:
         """Samples so far, and of these, by peer, those in which this rank waited for it; the seconds since the first of

@@ -17,8 +17,9 @@ from ..protocol import context as ctx
 from ..protocol.layout import LowLatencyPlan
 from .agreement import SETUP, read_proposal
 from .calls import Calls
+from .flight_recorder import FlightRecorder
 from .plane import DataPlane
-from .standing import WaitLog
+from .standing import WELL, WaitLog, state_of
 
 __all__ = ["PlaneWatch"]
 
@@ -46,6 +47,8 @@ class PlaneWatch:
         group: number of the group that the present data plane was built for.
         liveness: who of the group takes part.
         waits: for whom this rank has waited.
+        recorder: keeps what this rank knew when it could not go on; None where nobody asks for that. Writer: the host,
+            before the first epoch.
         short: in words, that the system gives this rank no room; empty while it does. Writer: the thread that reads the
             control connections. Reader: the host.
     """
@@ -68,6 +71,7 @@ class PlaneWatch:
         self.liveness = mesh.liveness
         self._settle = settle
         self.waits = WaitLog(mesh.rank)
+        self.recorder: FlightRecorder | None = None
         self._calls = Calls(mesh)
         mesh.on_part = self._on_part
         mesh.on_lost = self._on_lost
@@ -221,6 +225,7 @@ class PlaneWatch:
                 death = plane.service.death
                 error.args = (str(error) if death in str(error) else f"{error} ({death})",)
             self._report_local_failure(error)
+        self.note(named)
         try:
             if named is error:
                 raise error
@@ -228,6 +233,11 @@ class PlaneWatch:
         finally:
             # This frame is in the traceback: a name for the error here would be a cycle, and keep windows mapped.
             del named, error
+
+    def note(self, error: UcclEpError | None = None) -> None:
+        """Have the flight recorder keep what this rank knows, where it cannot go on; ``error``: for what."""
+        if self.recorder is not None and (error is not None or state_of(self)[0] not in WELL):
+            self.recorder.record(self.epoch, error)
 
     def resolve_cause(self, error: PeerError, group: int | None = None) -> UcclEpError:
         """What to raise in place of ``error``, with which an operation (of the group with number ``group``) has failed:
@@ -317,18 +327,25 @@ class PlaneWatch:
         """Tell the peers which operations this rank has begun. Release kernels on a device that wait for messages of an
         operation which is none of the peer's, as :meth:`_on_part` does. Look at the NICs."""
         self._calls.tell()
+        self.note()
         plane, (other, _) = self._plane(), self._calls.difference(self.epoch)
         if plane is not None:
             plane.look_at_devices()
             if plane.space is not None:
-                self.waits.sample(self.waits_for, (self.epoch, self.begun), plane.space.timeout)
+                self.waits.sample(self._pending_wait, (self.epoch, self.begun), plane.space.timeout)
         if plane is not None and plane.finishes and plane.space is not None and other != -1:
             # rule: control: the host releases kernels that wait for a peer which is in the other mode
             plane.space.fail(ctx.FAILURE_LAYOUT, other)
 
     @property
     def waits_for(self) -> Wait | None:
-        """For whom a step or an operation of this rank waits at present."""
+        """For whom a step or an operation of this rank waits at present, or waited when it failed."""
+        plane = self._plane()
+        failed = plane is not None and plane.space is not None and plane.space.failed
+        return self._pending_wait or (self.waits.last((self.epoch, self.begun)) if failed else None)
+
+    @property
+    def _pending_wait(self) -> Wait | None:
         plane = self._plane()
         pending = plane.space.pending_wait if plane is not None and plane.space is not None else None
         return self._mesh.steps.waits_for() or pending
