@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from tests.support.control_threads import ThreadExchange, in_threads, introduced
-from tests.support.tcp_relay import Relay
+from tests.support.tcp_relay import Relay, garbler
 from uccl_ep_serving.control_plane import mending
 from uccl_ep_serving.control_plane.bootstrap import Introduction
 from uccl_ep_serving.control_plane.endings import DEAD, DOWN, GONE, Endings
@@ -24,12 +24,14 @@ from uccl_ep_serving.control_plane.frames import count_frame
 from uccl_ep_serving.control_plane.links import Link, identity_of
 from uccl_ep_serving.control_plane.mesh import ControlMesh
 from uccl_ep_serving.control_plane.outbox import Outbox
+from uccl_ep_serving.control_plane.seal import MAC_BYTES, Seal
 from uccl_ep_serving.errors import PeerError, PeerLost, UcclEpError
 from uccl_ep_serving.protocol.frame import CHALLENGE_BYTES, PREFIX_BYTES, Verdict, decode_address, encode_verdict
 from uccl_ep_serving.protocol.handshake import Refused, connect
 
 #: Longest of what a test waits for; only one that fails waits as long.
 _LONG = 10.0
+_KEY = b"k" * 32
 
 
 @pytest.fixture
@@ -145,6 +147,27 @@ def test_in_the_middle_of_steps(nbytes: int, count: int, caplog: pytest.LogCaptu
     assert ranks(3, body) == ["fine"] * 3
     again = [record.args[-1] for record in caplog.records if "sent again" in record.msg]
     assert sum(again) > 0
+
+
+@pytest.mark.usefixtures("often")
+def test_on_a_wire_that_alters_frames(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing that was altered counts, and no rank is accused of it: it was not the peer."""
+
+    def body(exchange: ThreadExchange, wires: Wires) -> Any:
+        mesh = wires.join(exchange)
+        exchange.all_gather(b"")
+        for seed, relay in enumerate(wires.relays.values()):
+            relay.alter = garbler(seed, 50)
+        rounds(mesh, 300)
+        exchange.all_gather(b"")
+        for relay in wires.relays.values():
+            relay.alter = bytes
+        leave(mesh)
+        return mesh.liveness.lost
+
+    assert ranks(3, body) == [{}] * 3
+    assert "a control frame was altered on the way" in caplog.text
+    assert "forbid" not in caplog.text
 
 
 def test_a_second_break_within_the_bound_is_the_same_one() -> None:
@@ -325,7 +348,7 @@ def test_time_in_which_this_rank_stood_still_is_none_in_which_a_peer_could_answe
         selectors.DefaultSelector() as selector,
     ):
         near, far = tcp_pair()
-        link = Link(1, near, False, outbox=Outbox(near, count_frame))
+        link = Link(1, near, False, outbox=Outbox(near, count_frame, Seal(_KEY, _KEY)))
         cards: Any = [None, SimpleNamespace(address="127.0.0.1", port=silent.getsockname()[1])]
         me = identity_of(0, 2, Introduction((), bytes(32)))
         mended = mending.Mending(me, listener, selector, cards, {1: link}, lambda peer: False)
@@ -357,7 +380,7 @@ def test_who_lived_on_after_its_connection_may_have_said_more(lived_on: bool, ag
             theirs.close()
         lost: list[tuple[int, str, str]] = []
         if again:
-            link = Link(1, near, False, outbox=Outbox(near, count_frame))
+            link = Link(1, near, False, outbox=Outbox(near, count_frame, Seal(_KEY, _KEY)))
             me = identity_of(0, 2, Introduction((), bytes(32)))
             mended = mending.Mending(me, listener, selector, [card, card], {1: link}, lambda peer: False)
             mended.add(link, True, "closed")
@@ -390,11 +413,17 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
         return near, listener.accept()[0]
 
 
+def sealed(*frames: bytes, key: bytes = _KEY) -> bytes:
+    """What goes over a new connection for ``frames``."""
+    seal = Seal(key, key)
+    return b"".join(map(seal.seal, frames))
+
+
 def pair() -> tuple[Outbox, socket.socket, socket.socket]:
     near, far = socket.socketpair()
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     far.setblocking(False)
-    return Outbox(near, count_frame), near, far
+    return Outbox(near, count_frame, Seal(_KEY, _KEY)), near, far
 
 
 class TestOutbox:
@@ -402,13 +431,14 @@ class TestOutbox:
         outbox, near, far = pair()
         for text in (b"one", b"two", b"three"):
             assert outbox.post(text)
-        assert far.recv(100) == b"onetwothree"
+        assert far.recv(100) == sealed(b"one", b"two", b"three")
         outbox.forget(1)
         other, there = socket.socketpair()
         outbox.break_off()
         assert outbox.post(b"four")
-        assert outbox.resume(other, 2) == 1
-        assert there.recv(100) == b"threefour"
+        other_seal = Seal(b"o" * 32, _KEY)
+        assert outbox.resume(other, 2, other_seal) == 1
+        assert there.recv(100) == sealed(b"three", b"four", key=b"o" * 32)
         for one in (near, far, other, there):
             one.close()
 
@@ -434,11 +464,12 @@ class TestOutbox:
         assert outbox.wants_room
         assert not outbox.idle
         received = b""
-        while len(received) < 100_000:
+        wanted = sealed(*frames)
+        while len(received) < len(wanted):
             with contextlib.suppress(BlockingIOError):
                 received += far.recv(1 << 20)
             outbox.pump()
-        assert received == b"".join(frames)
+        assert received == wanted
         assert outbox.idle
         near.close()
         far.close()
@@ -455,11 +486,11 @@ class TestOutbox:
     def test_it_ends_in_order_only_when_all_was_handed_over(self, taken: bool) -> None:
         """Also where this process is killed: a peer that sees that takes it for a proof that it has heard all."""
         near, far = tcp_pair()
-        outbox = Outbox(near, count_frame)
+        outbox = Outbox(near, count_frame, Seal(_KEY, _KEY))
         posted = 0
         while not outbox.wants_room:
             outbox.post(bytes(10_000))
-            posted += 10_000
+            posted += 10_000 + MAC_BYTES
         received = 0
         while taken and received < posted:
             received += len(far.recv(1 << 20))
@@ -474,7 +505,7 @@ class TestOutbox:
 
     def test_one_that_broke_ends_by_a_reset(self) -> None:
         near, far = tcp_pair()
-        outbox = Outbox(near, count_frame)
+        outbox = Outbox(near, count_frame, Seal(_KEY, _KEY))
         outbox.break_off()
         outbox.post(b"unheard")
         near.close()
@@ -488,6 +519,6 @@ class TestOutbox:
         outbox.taken = 3
         outbox.pump()
         outbox.pump()
-        assert far.recv(100) == b"x" + count_frame(3)
+        assert far.recv(100) == sealed(b"x", count_frame(3))
         near.close()
         far.close()

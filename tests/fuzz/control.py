@@ -1,4 +1,7 @@
-"""Frames of the control connections: streams of them, changed on their way, over TCP and over a Unix socket."""
+"""Frames of the control connections: streams of them, changed on their way, over TCP and over a Unix socket.
+
+Over TCP frames have MACs: a field is changed by a peer that has the keys, bytes by who comes between.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from uccl_ep_serving.control_plane import frames as product
 from uccl_ep_serving.control_plane.links import Link
 from uccl_ep_serving.control_plane.outbox import Outbox
 from uccl_ep_serving.control_plane.reports import Note, Promise, Report, Wait
+from uccl_ep_serving.control_plane.seal import MAC_BYTES, Seal
 
 __all__ = ["ControlFrames"]
 
@@ -28,8 +32,9 @@ _KINDS = range(1, 6)
 _NOTE, _COUNT = 3, 5
 _RANKS = 16
 #: Of what was received and is no whole frame yet: a frame, and what one receive brings.
-_MOST_KEPT = _MOST + 65536 + _HEADER.size
+_MOST_KEPT = _MOST + 65536 + _HEADER.size + MAC_BYTES
 _MOST_DESCRIPTORS = 8
+_OURS, _THEIRS = b"o" * 32, b"t" * 32
 
 KINDS = ("nothing", "a field", *BYTES, "a note", "descriptors")
 
@@ -53,11 +58,18 @@ class _Case:
         #: Frames of this rank that the peer has not told to have.
         self.sent = rng.randrange(4)
         self.told = rng.randrange(self.sent + 1)
-        self.wire = b"".join(self._frame() for _ in range(1 + rng.randrange(6)))
+        frames = [self._frame() for _ in range(1 + rng.randrange(6))]
+        if self.kind == "a field":
+            frames[0] = self._field(frames[0])
+        peer = Seal(_THEIRS, _OURS)
+        #: What the peer has sent: headers and payloads, over TCP each with its MAC.
+        self.parts: list[bytes] = []
+        for sealed in map(peer.seal, frames):
+            parts = sealed[: _HEADER.size + MAC_BYTES], sealed[_HEADER.size + MAC_BYTES :]
+            self.parts += filter(None, parts)
+        self.wire = b"".join(self.parts if self.over_tcp else frames)
         if self.kind in BYTES:
             self.wire = change(rng, self.kind, self.wire)
-        elif self.kind == "a field":
-            self.wire = self._field(self.wire)
 
     def _frame(self) -> bytes:
         rng = self.rng
@@ -79,12 +91,17 @@ class _Case:
         fields[place] = bound(rng, fields[place], (32, 16, 16, 64, 32)[place], (_MOST, _MOST + 1, 5, 6))
         return _HEADER.pack(*fields) + wire[_HEADER.size :]
 
+    def _is_genuine(self, number: int, start: int, end: int) -> bool:
+        """Whether bytes [start, end) are the peer's part ``number``; over a Unix socket nobody alters any."""
+        return not self.over_tcp or self.parts[number : number + 1] == [self.wire[start:end]]
+
     def run(self) -> tuple[str, Frames]:
         """How it ended, and the frames before that."""
         socket_like: Any = Wire(self.rng)
         link = Link(1, socket_like, not self.over_tcp)
         if self.over_tcp:
-            link.outbox = self.outbox(socket_like, self.module.count_frame)
+            link.seal = Seal(_OURS, _THEIRS)
+            link.outbox = self.outbox(socket_like, self.module.count_frame, link.seal)
             for _ in range(self.sent):
                 link.outbox.post(b"frame")
         found: Frames = []
@@ -97,6 +114,8 @@ class _Case:
                         return "keeps too much", found
             except self.module.Ended:
                 return "ended", found
+            except ConnectionError:
+                return "altered", found
             except ValueError:
                 return "malformed", found
             socket_like.closed = socket_like.empty
@@ -105,14 +124,23 @@ class _Case:
     def must_be(self) -> tuple[str, Frames]:
         """The same, of the bytes alone."""
         found: Frames = []
-        acknowledged, at = 0, 0
-        while len(self.wire) - at >= _HEADER.size:
+        acknowledged, at, number = 0, 0, 0
+        behind = MAC_BYTES if self.over_tcp else 0
+        while len(self.wire) - at >= _HEADER.size + behind:
             magic, kind, due, sequence, length = _HEADER.unpack_from(self.wire, at)
+            at += _HEADER.size + behind
+            if not self._is_genuine(number, at - _HEADER.size - behind, at):
+                return "altered", found
+            number += 1
             if magic != _MAGIC or length > _MOST or kind not in _KINDS:
                 return "malformed", found
-            at += _HEADER.size
-            if len(self.wire) - at < length:
+            behind_it = behind if length else 0
+            if len(self.wire) - at < length + behind_it:
                 break
+            if length:
+                if not self._is_genuine(number, at, at + length + behind_it):
+                    return "altered", found
+                number += 1
             if due:
                 return "malformed", found
             if kind == _COUNT and self.over_tcp:
@@ -121,7 +149,7 @@ class _Case:
                 acknowledged = sequence
             else:
                 found.append((kind, sequence, self.wire[at : at + length]))
-            at += length
+            at += length + behind_it
         return "ended", found
 
 
@@ -195,7 +223,7 @@ class ControlFrames:
                 raise Wrong(number, f"{case.kind}: {words}")
             row = rows[case.kind]
             row[0] += 1
-            row[1] += outcome == "malformed"
+            row[1] += outcome in ("malformed", "altered")
             row[2] += len(found)
             row[3] += len(found)
         return Block({kind: tuple(row) for kind, row in rows.items()}, count)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .links import MAGIC, Link
+from .seal import HEADER_BYTES, MAC_BYTES
 
 __all__ = [
     "COUNT",
@@ -32,6 +33,7 @@ __all__ = [
 
 #: magic, kind, number of descriptors that come with it, sequence of the gather or the question, payload bytes
 _HEADER = struct.Struct("<IHHQI")
+assert _HEADER.size == HEADER_BYTES
 #: Kinds: a part of a step; the sender leaves in good order; what the sender says of who goes on (``reports.Note``); the
 #: sender waits for you in the operation that the payload names; how many frames of yours have arrived (over TCP).
 GATHER, GOODBYE, NOTE, DOING, COUNT = 1, 2, 3, 4, 5
@@ -84,7 +86,8 @@ def read_frames(link: Link) -> Iterator[Frame]:
     """The frames that have arrived whole, without waiting for more.
 
     Raises:
-        Ended: the connection was closed. OSError: it is over. ValueError: what came is no frame.
+        Ended: the connection was closed. OSError: it is over, or somebody altered what came. ValueError: what the peer
+            sent is no frame.
     """
     while True:
         try:
@@ -95,18 +98,26 @@ def read_frames(link: Link) -> Iterator[Frame]:
         if not data:
             raise Ended("closed")
         link.buffer += data
-        while len(link.buffer) >= _HEADER.size:
+        behind = MAC_BYTES if link.seal is not None else 0
+        while len(link.buffer) >= _HEADER.size + (0 if link.has_header else behind):
+            if not link.has_header:
+                _check_mac(link, 0, _HEADER.size)
+                link.has_header = True
             magic, kind, due, sequence, length = _HEADER.unpack_from(link.buffer)
             # rule: control: a frame is one of ours
             if magic != MAGIC or length > MOST_PAYLOAD or kind not in _KINDS:
                 raise ValueError(f"rank {link.peer} sent a malformed control frame")
-            if len(link.buffer) < _HEADER.size + length:
+            whole = _HEADER.size + length
+            if len(link.buffer) < whole + (behind if length else 0):
                 break
+            if length:
+                _check_mac(link, _HEADER.size, whole)
+            link.has_header = False
             # rule: control: a frame has the descriptors that it names
             if due > len(link.descriptors):
                 raise ValueError(f"rank {link.peer} sent a control frame without {due} descriptors that it names")
-            payload = bytes(link.buffer[_HEADER.size : _HEADER.size + length])
-            del link.buffer[: _HEADER.size + length]
+            payload = bytes(link.buffer[_HEADER.size : whole])
+            del link.buffer[:whole]
             taken, link.descriptors = link.descriptors[:due], link.descriptors[due:]
             if link.outbox is not None:
                 if kind == COUNT:
@@ -118,6 +129,17 @@ def read_frames(link: Link) -> Iterator[Frame]:
         # rule: control: no descriptors are kept that no frame names
         if len(link.descriptors) > (_MOST_DESCRIPTORS if link.buffer else 0):
             raise ValueError(f"rank {link.peer} sent {len(link.descriptors)} descriptors that no control frame names")
+
+
+def _check_mac(link: Link, start: int, end: int) -> None:
+    """Take the MAC of bytes [start, end) out of the buffer. Raises ConnectionError when it is wrong."""
+    if link.seal is None:
+        return
+    part, mac = bytes(link.buffer[start:end]), bytes(link.buffer[end : end + MAC_BYTES])
+    # rule: control: nothing of a frame over TCP counts before its MAC is checked
+    if not link.seal.is_genuine(part, mac):
+        raise ConnectionError("a control frame was altered on the way: its MAC is wrong")
+    del link.buffer[end : end + MAC_BYTES]
 
 
 def count_frame(taken: int) -> bytes:

@@ -25,6 +25,7 @@ from ..protocol.listener import BACKLOG, PortsTaken, listen, ports_needed
 from .addresses import choose_address
 from .bootstrap import Card, Introduction
 from .outbox import Outbox
+from .seal import Seal
 
 __all__ = ["MAGIC", "NO_ROOM", "Link", "Listeners", "identity_of", "meet", "waking_selector"]
 
@@ -48,13 +49,15 @@ _RETRY_SECONDS = 0.05
 
 @dataclass(eq=False)
 class Link:
-    """Connection to one peer. ``buffer`` and ``descriptors`` belong to the thread that reads it.
+    """Connection to one peer. ``buffer``, ``descriptors`` and ``has_header``, which says that the first header of the
+    buffer is the peer's, belong to the thread that reads it.
 
     Attributes:
         local: a Unix socket, over which descriptors travel.
         sending: held while a frame is written.
         said_goodbye: the peer leaves in good order.
-        outbox: of a connection over TCP; over a Unix socket frames are written by whoever sends them.
+        seal, outbox: of a connection over TCP. Over a Unix socket nobody comes between, and frames are written by
+            whoever sends them.
     """
 
     peer: int
@@ -63,7 +66,9 @@ class Link:
     sending: threading.Lock = field(default_factory=threading.Lock)
     buffer: bytearray = field(default_factory=bytearray)
     descriptors: list[int] = field(default_factory=list)
+    has_header: bool = False
     said_goodbye: bool = False
+    seal: Seal | None = None
     outbox: Outbox | None = None
 
 
@@ -297,7 +302,8 @@ class _Meeting:
         if peer in self.links:
             talk.socket.close()
             return
-        link = self.links[peer] = Link(peer, talk.socket, talk.local)
+        seal = None if talk.local else Seal(talk.result.send_key, talk.result.receive_key)
+        link = self.links[peer] = Link(peer, talk.socket, talk.local, seal=seal)
         self.selector.register(link.socket, selectors.EVENT_READ, link)
 
     def _look_at(self, link: Link) -> None:

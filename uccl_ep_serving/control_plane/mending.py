@@ -24,6 +24,7 @@ from ..protocol.talks import OneTalk, Talks
 from .bootstrap import Card
 from .endings import DEAD, DOWN, GONE
 from .links import Link
+from .seal import Seal
 
 __all__ = ["AGAIN_SECONDS", "RECONNECT_SECONDS", "Mending"]
 
@@ -154,6 +155,7 @@ class Mending(Talks):
             self.selector.unregister(link.socket)
         link.socket.close()
         link.buffer.clear()
+        link.has_header = False
 
     def _ask(self, peer: int, broken: _Break, now: float) -> None:
         card, outbox = self._cards[peer], broken.link.outbox
@@ -222,10 +224,10 @@ class Mending(Talks):
         link = broken.link
         assert link.outbox is not None
         self._leave(proven.peer)
-        link.socket = talk.socket
+        link.socket, link.seal = talk.socket, Seal(proven.send_key, proven.receive_key)
         self._mended[proven.peer] = time.monotonic()
         try:
-            again = link.outbox.resume(link.socket, proven.count)
+            again = link.outbox.resume(link.socket, proven.count, link.seal)
         except ValueError as error:
             link.socket.close()
             self._lose(proven.peer, DOWN, str(error))

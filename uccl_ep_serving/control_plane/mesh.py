@@ -1,10 +1,10 @@
 """Control connections: one per pair of ranks, read by one thread per Buffer.
 
 Ranks on one host (same kernel, same network namespace) talk over abstract Unix sockets, which leave no file behind and
-carry the descriptors of shared segments; others over TCP. Both ends prove the job's secret. A connection that closes
-without a goodbye is the end of a process or of a connection: :mod:`.endings` tells which, and over TCP :mod:`.mending`,
-which connects again where both processes live. What the frames say goes to who is concerned: parts of steps to
-:class:`.steps.Steps`, who leaves and who goes on to :class:`.failures.Liveness`.
+carry the descriptors of shared segments; others over TCP, each frame with a MAC (:mod:`.seal`). Both ends prove the
+job's secret. A connection that closes without a goodbye is the end of a process or of a connection: :mod:`.endings`
+tells which, and over TCP :mod:`.mending`, which connects again where both processes live. What the frames say goes to
+who is concerned: parts of steps to :class:`.steps.Steps`, who leaves and who goes on to :class:`.failures.Liveness`.
 """
 
 from __future__ import annotations
@@ -162,8 +162,9 @@ class ControlMesh:
                 seconds = int(self._settings.connect_timeout) + 1
                 link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
             else:
+                assert link.seal is not None
                 tune(link.socket)
-                link.outbox = Outbox(link.socket, count_frame)
+                link.outbox = Outbox(link.socket, count_frame, link.seal)
                 link.outbox.blocked = functools.partial(self._await_room, link)
             self._selector.register(link.socket, selectors.EVENT_READ, link)
         self._selector.register(self._wake, selectors.EVENT_READ, None)

@@ -16,6 +16,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from .seal import Seal
+
 __all__ = ["Outbox"]
 
 #: Bytes kept for a peer that takes nothing. Frames have 1 MiB at most, and few are under way.
@@ -32,6 +34,7 @@ class Outbox:
     Args:
         connection: a socket; not blocked on, whatever its mode.
         acknowledge: makes the frame that says how many frames of the peer have arrived.
+        seal: makes the MAC of each frame, when it is sent.
 
     Attributes:
         taken: frames of the peer that arrived whole. Writer and reader: the thread that reads.
@@ -40,8 +43,9 @@ class Outbox:
         blocked: called, with the lock held, when the socket takes no more: see :attr:`wants_room`.
     """
 
-    def __init__(self, connection: socket.socket, acknowledge: Callable[[int], bytes]) -> None:
+    def __init__(self, connection: socket.socket, acknowledge: Callable[[int], bytes], seal: Seal) -> None:
         self._connection = connection
+        self._seal = seal
         self.taken = 0
         self.broken = self.over = False
         self.blocked: Callable[[], None] = lambda: None
@@ -95,14 +99,14 @@ class Outbox:
             self.broken = True
             self._current = memoryview(b"")
 
-    def resume(self, connection: socket.socket, count: int) -> int:
+    def resume(self, connection: socket.socket, count: int, seal: Seal) -> int:
         """Go on with ``connection``, of whose other end the peer has ``count`` frames, and knows :attr:`taken`; returns
-        how many are sent again. Raises ValueError when the peer cannot have so many."""
+        how many are sent again, all with MACs of its own. Raises ValueError when the peer cannot have so many."""
         with self._lock:
             self._forget(count)
             again, self._sent = self._sent, 0
             self._told = self.taken
-            self._connection = connection
+            self._connection, self._seal = connection, seal
             self.broken = self._ends_by_reset = False
             self._pump()
         return again
@@ -130,9 +134,9 @@ class Outbox:
             if not self._current:
                 if self._told < self.taken:
                     self._told = self.taken
-                    self._current = memoryview(self._acknowledge(self.taken))
+                    self._current = memoryview(self._seal.seal(self._acknowledge(self.taken)))
                 elif self._sent < len(self._frames):
-                    self._current = memoryview(self._frames[self._sent])
+                    self._current = memoryview(self._seal.seal(self._frames[self._sent]))
                     self._sent += 1
                 else:
                     self._end_by_reset(False)
