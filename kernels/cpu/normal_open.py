@@ -15,6 +15,7 @@ from ...native.atomics import copy, peek, peek32, poke, zero
 from ...native.failure import set_failure
 from ...native.jit import compiled
 from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PENDING, STATUS_PROTOCOL
+from ...protocol.layout import MAX_EXPERTS
 from ...protocol.message import HEADER_BYTES, MOST_TOKENS, NormalNotify
 from ...protocol.streams import NORMAL_NOTIFY
 from ..blocks import normal as block
@@ -321,7 +322,8 @@ def _take(context: int, operation: int, peers: int, peer: int) -> int:
     put(state, block.RECV_ROWS, rows)
     put(state, block.RAIL_RECV, rail)
     counts = get(operation, block.EXPERT_COUNTS)
-    most = rows * max(get(operation, block.TOPK), 1)
+    # who gives no ids may have counted tokens that name one expert again and again
+    most = rows * (get(operation, block.TOPK) or MAX_EXPERTS)
     for expert in range(get(operation, block.LOCAL_EXPERTS)):
         count = peek32(at + HEADER_BYTES + 4 * expert)
         if count > most:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from ...native.atomics import peek, peek8, peek32, poke, poke8, poke32, zero
 from ...native.groups import Group
 from ...native.jit import compiled
+from ...protocol.layout import MAX_EXPERTS
 from ..blocks import normal as block
 from .context import is_masked, rank_count
 
@@ -234,10 +235,12 @@ def route_rows(
         start += peek(rows + 8 * rank)
         if peek(ends + 8 * rank) != start:
             return block.LAYOUT_RANK_COUNTS
-    if topk > 0:
-        for expert in range(experts):
-            if peek(chosen + 8 * expert) != peek32(expert_counts + 4 * expert):
-                return block.LAYOUT_EXPERT_COUNTS
+    for expert in range(experts):
+        count = peek32(expert_counts + 4 * expert)
+        if topk > 0 and peek(chosen + 8 * expert) != count:
+            return block.LAYOUT_EXPERT_COUNTS
+        if topk == 0 and count > peek(rows + 8 * (expert // local)) * MAX_EXPERTS:
+            return block.LAYOUT_EXPERT_COUNTS  # a negative one as well
     return block.LAYOUT_RIGHT
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ...config import Settings
 from ...errors import ConfigError
-from ...protocol.layout import WindowLayout
+from ...protocol.layout import MAX_EXPERTS, WindowLayout
 from ...protocol.message import NormalNotify, element_bytes
 from ...protocol.pipe import pipe_count
 from ...protocol.streams import NORMAL_CHANNELS
@@ -295,5 +295,6 @@ def _told(form: NormalFormat, opening: NormalOpening, capacity: int) -> tuple[in
         form.row_bytes,
         form.meta_bytes,
         form.local_experts,
-        max(form.topk, 1),
+        # who gives no ids may have counted tokens that name one expert again and again
+        form.topk or MAX_EXPERTS,
     )

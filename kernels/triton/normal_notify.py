@@ -48,7 +48,7 @@ class Opening(NamedTuple):
         capacity: rows that were promised to be enough, 0 = no promise.
         digest, digest_step: of all sizes, which all ranks must share, and what it grows by with ``number``.
         coding, row_bytes, meta_bytes: of the rows. local_experts: experts of a rank.
-        most_each: most experts of a rank that a token can choose.
+        most_each: how often a token can choose an expert.
     """
 
     in_rank: tl.tensor

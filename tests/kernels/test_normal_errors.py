@@ -38,6 +38,10 @@ def valid(normal: Normal, topk_idx: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def without_ids(*counts: int) -> dict[str, Any]:
+    return {"topk_idx": None, "topk_weights": None, "num_tokens_per_expert": torch.tensor(counts, dtype=torch.int32)}
+
+
 BAD_DISPATCH: dict[str, tuple[dict[str, Any], str]] = {
     "x is no tensor": ({"x": 5}, "must be a tensor"),
     "one dimension": ({"x": torch.zeros(16)}, r"\[tokens, hidden\]"),
@@ -68,6 +72,9 @@ BAD_DISPATCH: dict[str, tuple[dict[str, Any], str]] = {
     "counts of three ranks": ({"num_tokens_per_rank": torch.zeros(3, dtype=torch.int32)}, r"int32\[2\]"),
     "a mask of other tokens": ({"is_token_in_rank": torch.zeros(19, 2, dtype=torch.bool)}, r"bool\[20, 2\]"),
     "a mask that forgets": ({"is_token_in_rank": torch.zeros(20, 2, dtype=torch.bool)}, "is_token_in_rank"),
+    "a negative count of an own expert": (without_ids(-7, 1, 1, 1, 1, 1, 1, 1), "cannot be of"),
+    "a negative count of another's expert": (without_ids(1, 1, 1, 1, 1, 1, 1, -1), "cannot be of"),
+    "a count beyond all ids": (without_ids(1, 1, 1, 1, 1 << 20, 1, 1, 1), "cannot be of"),
     "experts no multiple of ranks": ({"num_tokens_per_expert": torch.zeros(7, dtype=torch.int32)}, "multiple of 2"),
     "counts in a list": ({"num_tokens_per_rank": [1, 1]}, "must be a tensor, not list"),
     "an alignment of words": ({"expert_alignment": "4"}, "no integer"),

@@ -170,8 +170,31 @@ def test_a_handle_repeats_its_routing(heap: int) -> None:
             check(other, [second for _, second in results])
 
 
-def test_rows_without_ids_and_weights() -> None:
+def test_a_handle_keeps_its_routing_whatever_becomes_of_the_layout() -> None:
+    """A caller may count every batch into the same tensors."""
+    inputs = Case((50, 20, 30, 10), experts=12, topk=2).inputs()
+
+    def body(runtime: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        normal, rank = Normal(runtime), runtime.rank
+        per_rank, _, per_expert, in_rank, _ = normal.get_dispatch_layout(inputs.topk_idx[rank], 12)
+        counted = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
+        ids = {"topk_idx": inputs.topk_idx[rank], "topk_weights": inputs.topk_weights[rank]}
+        received, _, _, _, handle, _ = normal.dispatch(inputs.x[rank], **counted, **ids)
+        in_rank.copy_(in_rank.flip(0))
+        again = normal.dispatch(inputs.x[rank], handle=handle)[0]
+        return received, again
+
+    with nodes(4, 2) as group:
+        for received, again in group.run(body):
+            assert same_bits(received, again)
+
+
+@pytest.mark.parametrize("named_twice", [False, True])
+def test_rows_without_ids_and_weights(named_twice: bool) -> None:
     inputs = Case((50, 20, 30, 10), experts=12).inputs()
+    if named_twice:
+        ids = [torch.cat([ids, ids], dim=1) for ids in inputs.topk_idx]
+        inputs = dataclasses.replace(inputs, topk_idx=ids, topk_weights=[torch.ones(one.shape) for one in ids])
     delivered = inputs.delivered()
 
     def body(runtime: Any) -> Any:

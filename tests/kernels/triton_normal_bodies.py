@@ -221,20 +221,23 @@ def without_ids(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     """A layout and rows only."""
     buffer, rank = opened(exchange, overrides), exchange.rank
     inputs = Case(tokens=(5, 3), experts=4, topk=2).inputs()
+    inputs.topk_idx[0][1] = 3  # a token may name an expert twice
     per_rank, nodes, per_expert, in_rank, _ = buffer.get_dispatch_layout(inputs.topk_idx[rank], 4)
     assert nodes is None
     received, idx, weights, counts, handle, _ = buffer.dispatch(
         inputs.x[rank], num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert
     )
     there = inputs.delivered()[rank]
+    copies = in_rank.sum(dim=1, keepdim=True)
+    in_rank.logical_not_()  # the caller counts its next batch into the same tensors
     assert idx is None
     assert weights is None
     assert same_bits(received, there.rows(inputs.x))
     assert counts == list(there.expert_counts)
     combined, none, _ = buffer.combine(received, handle)
     assert none is None
-    copies = in_rank.sum(dim=1, keepdim=True)
     assert torch.equal(combined.float(), (inputs.x[rank].float() * copies).bfloat16().float())
+    assert same_bits(buffer.dispatch(inputs.x[rank], handle=handle)[0], received)
     buffer.destroy()
 
 

@@ -56,7 +56,8 @@ class Normal:
 
         Returns:
             num_tokens_per_rank int32 [R]; num_tokens_per_rdma_rank int32 [nodes], or None when all ranks share one
-            node (where nodes are not equal groups of consecutive ranks, each rank counts as one);
+            node (where nodes are not equal groups of consecutive ranks, and once a rank is masked, each rank counts
+            as one);
             num_tokens_per_expert int32 [E]; is_token_in_rank bool [T, R]; event.
 
         Raises:
@@ -129,7 +130,11 @@ class Normal:
         # Who gets which tokens.
         if args.layout is not None:
             route, in_rank = exchange.route(args.layout, args.topk_idx), args.layout.in_rank
-            nodes = exchange.relay.route(in_rank, form.node_ranks) if form.node_ranks else None
+            nodes = None
+            if form.node_ranks:
+                # a cached dispatch reads it again, whatever the caller has done to it since
+                in_rank = in_rank.clone()
+                nodes = exchange.relay.route(in_rank, form.node_ranks)
         else:
             assert handle is not None
             route, nodes, in_rank = handle.route, handle.nodes, handle.is_token_in_rank

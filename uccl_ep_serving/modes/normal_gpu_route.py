@@ -9,6 +9,7 @@ import torch
 
 from ..handles import DispatchOrigin, GpuNodeRoute, NormalGpuHandle
 from ..kernels.blocks.normal_device import ROUTE_TABLES
+from ..protocol.layout import MAX_EXPERTS
 from ..protocol.streams import NORMAL_CHANNELS
 from .normal_arguments import Layout
 from .row_format import mark_bytes
@@ -111,15 +112,16 @@ class Route:
             experts = per_expert.shape[0]
             self._is_counted = last is not None and last.are_of(topk_idx, experts)
             self._marks = last if self._is_counted else Marks(topk_idx, experts, ranks)
-        self._given = per_expert
-        self.in_rank = in_rank if self._marks is None else self._marks.in_rank
+        self._given = in_rank, per_expert
+        # later operations read it again, whatever the caller has done to its own since
+        self.in_rank = torch.empty_like(in_rank) if self._marks is None else self._marks.in_rank
         self.per_expert = torch.empty_like(per_expert) if self._marks is None else self._marks.per_expert
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All that kernels use."""
         marks = [] if self._marks is None else self._marks.tensors
-        return [self.in_rank, self.per_expert, self._given, *marks]
+        return [self.in_rank, self.per_expert, *self._given, *marks]
 
     def steps(self, kernels: TritonNormalKernels, addresses: tuple[int, int]) -> Steps:
         """In the order of the stream."""
@@ -127,13 +129,14 @@ class Route:
             counting = () if self._is_counted else self._marks.counting(kernels)
             return all_of(counting + self._marks.reporting(kernels, *addresses))
 
-        def bound() -> None:
-            # the peers refuse more rows for an expert than there are rows
-            most = self.in_rank.sum(dim=0, dtype=torch.int32).view(-1, 1)
-            torch.minimum(self._given.view(len(most), -1), most, out=self.per_expert.view(len(most), -1))
-            self.per_expert.clamp_(min=0)
+        def take() -> None:
+            in_rank, per_expert = self._given
+            self.in_rank.copy_(in_rank)
+            # the peers refuse what cannot be of so many rows
+            most = MAX_EXPERTS * self.in_rank.sum(dim=0).view(-1, 1)
+            self.per_expert.copy_(torch.minimum(per_expert.view(len(most), -1), most).clamp(min=0).flatten())
 
-        return (bound,)
+        return (take,)
 
     def new_handle(self, origin: DispatchOrigin, channels: int, node_ranks: int, capacity: int) -> NormalGpuHandle:
         """Of a dispatch that takes this route and has not run: what it receives is not known.

@@ -23,6 +23,7 @@ from ..kernels.blocks import normal as block
 from ..kernels.cpu import normal as cpu_kernels
 from ..native.copy import last_cache_bytes
 from ..native.groups import load
+from ..protocol.layout import MAX_EXPERTS
 from ..protocol.message import LEAST_CHUNK_BYTES, NormalNotify
 from ..protocol.streams import NORMAL_COMBINE, NORMAL_DISPATCH
 from .arguments import CPU, naming
@@ -310,6 +311,11 @@ def _refuse_layout(layout: Layout, topk_idx: torch.Tensor | None) -> NoReturn:
             raise ConfigError("num_tokens_per_expert does not count the experts of topk_idx")
         if not torch.equal(counted.in_rank, in_rank):
             raise ConfigError("is_token_in_rank does not mark the ranks of topk_idx")
+    elif torch.equal(in_rank.sum(dim=0), per_rank):
+        raise ConfigError(
+            f"num_tokens_per_expert {per_expert.tolist()} cannot be of num_tokens_per_rank {per_rank.tolist()}: a "
+            f"count is negative, or of a rank that gets no token, or above {MAX_EXPERTS} for each of its tokens"
+        )
     raise ConfigError(
         f"num_tokens_per_rank {per_rank.tolist()} contradicts is_token_in_rank, which marks "
         f"{in_rank.sum(dim=0).tolist()}"
