@@ -508,7 +508,7 @@ SETTINGS: tuple[Variable, ...] = (
         _integer(-1, 7),
         False,
         "how often a RoCE NIC sends an unacknowledged packet again before the peer counts as lost, else "
-        "NCCL_IB_RETRY_CNT; -1: the default of the NIC's family, 7",
+        "NCCL_IB_RETRY_CNT; -1: the default of the NIC's family, 7 (soft-RoCE: 6)",
         fallback="NCCL_IB_RETRY_CNT",
         group="nic",
     ),

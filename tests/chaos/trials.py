@@ -14,6 +14,7 @@ PATHS = ("direct", "shm", "tcp")
 #: UCCL_EP_TIMEOUT of a trial, in seconds.
 TIMEOUT = 1.5
 MODES = ("low latency", "normal", "both")
+_NODE_RANKS = 2
 
 #: By kind what happens; ranks that it needs at least.
 KINDS = {
@@ -59,6 +60,7 @@ class Trial:
     Attributes:
         kind: of ``KINDS``. form: which of its forms, "" where it has one.
         path: of ``PATHS``. mode: of ``MODES``.
+        node_ranks: so many consecutive ranks are a node, whose rows one of them forwards; 0: there are no nodes.
         victims: the ranks that it hits, in order; of a connection that is cut or garbled the end that does it.
         peer: its other end, -1 for other kinds.
         delay: seconds from the first good operations (or from the start of the constructors) to the fault.
@@ -77,21 +79,24 @@ class Trial:
     delay: float
     pause: float
     share: float
+    node_ranks: int
 
     def __str__(self) -> str:
         form = f" ({self.form})" if self.form else ""
         link = f" and {self.peer}" if self.peer >= 0 else ""
         pause = f", {self.pause:.2f} s" if self.pause else ""
+        nodes = f" in nodes of {self.node_ranks}" if self.node_ranks else ""
         return (
             f"seed {self.seed}: {self.kind}{form} of {' and '.join(map(str, self.victims))}{link} after "
-            f"{self.delay:.3f} s{pause}; {self.ranks} ranks, {self.path}, {self.mode}"
+            f"{self.delay:.3f} s{pause}; {self.ranks} ranks{nodes}, {self.path}, {self.mode}"
         )
 
     @property
     def settings(self) -> dict[str, Any]:
         """What differs from the tests' usual settings."""
         small = {"heap_bytes": 2 << 20, "round_bytes": 1 << 20, "timeout": TIMEOUT, "connect_timeout": 5.0}
-        return {**SETTINGS[self.path], **small, "tcp_auth": self.kind == "garble sealed"}
+        path = {"transport": self.path, "node_ranks": self.node_ranks} if self.node_ranks else SETTINGS[self.path]
+        return {**path, **small, "tcp_auth": self.kind == "garble sealed"}
 
 
 def draw(seed: int) -> Trial:
@@ -103,6 +108,8 @@ def draw(seed: int) -> Trial:
     ranks = rng.randint(least, 6)
     linked = kind.startswith(("cut", "garble"))
     hit = rng.sample(range(ranks), 2)
+    # ranks of a node write each other's windows: there is nothing to cut between them
+    parted = ranks % _NODE_RANKS == 0 and hit[0] // _NODE_RANKS != hit[1] // _NODE_RANKS
     pauses = {
         "wake": (0.5 * TIMEOUT, 1.5 * TIMEOUT),
         "pause": (0.02, 0.3 * TIMEOUT),
@@ -122,4 +129,5 @@ def draw(seed: int) -> Trial:
         delay=rng.uniform(0.0, 0.15 if kind != "kill in constructor" else 0.25),
         pause=rng.uniform(*pauses[kind]) if kind in pauses else 0.0,
         share=rng.random(),
+        node_ranks=rng.choice((0, _NODE_RANKS)) if parted and path != "direct" else 0,
     )

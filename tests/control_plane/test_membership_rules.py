@@ -295,6 +295,16 @@ def test_who_waited_is_said_once() -> None:
     assert {report.waits for report in reports} == {Wait(1)}
 
 
+def test_who_stops_says_who_answers_nothing() -> None:
+    """Of two hosts the first has lost its power: ranks of the second cannot go on, and must not name those as left."""
+    machine = Membership(2, 4)
+    machine.observe(lambda report: report.grown(down={0, 1}))
+    _says(machine, 3, {2, 3}, down={0, 1})
+    for step in range(40):
+        machine.advance(step * 0.05)
+    assert "of ranks [0, 1, 2, 3], [0, 1] answer nothing. Ranks go on only where" in machine.stopped
+
+
 def test_who_speaks_of_an_older_group_is_told_of_this_one() -> None:
     """Also by a rank for which all has long been settled."""
     machine = Membership(0, 3)

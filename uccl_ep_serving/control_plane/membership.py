@@ -299,11 +299,10 @@ class Membership:
             self.stopped = f"it failed ({self._own.failed})"
             return
         quiet = sorted(peer for peer in proposal - {self._rank} if peer not in self._notes)
+        known = f"{quiet} answer nothing" if quiet else f"{sorted(proposal)} would go on by what it has heard"
         self.stopped = (
-            f"no group to go on with was agreed on within {LIMIT_SECONDS:g} s: of ranks {sorted(self.members)}, "
-            f"{sorted(proposal)} seem left to this one"
-            + (f", and ranks {quiet} answer nothing" if quiet else "")
-            + ". Ranks go on only where they are more than half of those that may be alive"
+            f"no group to go on with was agreed on within {LIMIT_SECONDS:g} s: of ranks {sorted(self.members)}, {known}"
+            ". Ranks go on only where they are more than half of those that may be alive, or half with the lowest of all"
         )
         self._own = self._own.grown(failed=self.stopped)
         self._reports[self._rank] = self._own
