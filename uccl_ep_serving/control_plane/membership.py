@@ -302,7 +302,7 @@ class Membership:
         known = f"{quiet} answer nothing" if quiet else f"{sorted(proposal)} would go on by what it has heard"
         self.stopped = (
             f"no group to go on with was agreed on within {LIMIT_SECONDS:g} s: of ranks {sorted(self.members)}, {known}"
-            ". Ranks go on only where they are more than half of those that may be alive, or half with the lowest of all"
+            ". Ranks go on only where they are more than half of those that may be alive, or half with the lowest"
         )
         self._own = self._own.grown(failed=self.stopped)
         self._reports[self._rank] = self._own
