@@ -7,7 +7,8 @@ combines in BF16, of DeepSeek-V3, in a node and between nodes. Executed: one dis
 BF16, of ranks that map each other's windows, by Triton's kernels and by bulk copies; the combined tokens are checked.
 A group has so many tokens, whatever its ranks: the machine steps each thread.
 Programs run one after another and look again until all has come, so that instructions are those of work and of turns.
-``--before``: an earlier commit beside this one, compiled only.
+``--before``: an earlier commit beside this one, compiled only. It takes hours; with ``--json`` a run that was
+interrupted goes on where it was (:mod:`benchmarks.parts`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.parts import Parts
 from tests.support.source_tree import ROOT
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.bench.report import markdown_table
@@ -191,10 +193,15 @@ def execute_here(ranks: int, tokens: int, copy: str, accesses: bool = False) -> 
     return found
 
 
-def measure(groups: Sequence[int], tokens: int, before: str = "") -> dict[str, Any]:
-    """What is compiled by commit; what is executed by ranks and way of copying."""
+def measure(groups: Sequence[int], tokens: int, before: str = "", parts: Parts | None = None) -> dict[str, Any]:
+    """What is compiled by commit; what is executed by ranks and way of copying. What is among ``parts`` is taken from
+    there."""
     # not there in commits to compare with, which count by this file
     from benchmarks.host_time import check_out
+
+    def part(place: Path, *body: object) -> Any:
+        name = " ".join(map(str, (NOW if place is ROOT else before, *body)))
+        return process(place, *body) if parts is None else parts.measured(name, lambda: process(place, *body))
 
     result: dict[str, Any] = {"machine": describe(), "tokens": tokens, "before": before}
     result |= {"lines": {}, "all_lines": {}, "compiled": {}, "compile": {}}
@@ -207,12 +214,12 @@ def measure(groups: Sequence[int], tokens: int, before: str = "") -> dict[str, A
             sources = [one for name in SOURCES for one in (place / "kernels" / "triton").glob(name)]
             result["lines"][way] = _lines(sources)
             result["all_lines"][way] = _lines((place / "kernels" / "triton").glob("*.py"))
-            result["compiled"][way] = process(place, "compile")
+            result["compiled"][way] = part(place, "compile")
             result["compile"][way] = compile_sums(result["compiled"][way])
-    result["compiled"][NOW] += process(ROOT, "copies")
-    result["moved"] = process(ROOT, "execute", groups[0], 8 * groups[0], "triton", 1)
+    result["compiled"][NOW] = [*result["compiled"][NOW], *part(ROOT, "copies")]
+    result["moved"] = part(ROOT, "execute", groups[0], 8 * groups[0], "triton", 1)
     result["executed"] = {
-        f"{ranks} {copy}": process(ROOT, "execute", ranks, tokens, copy) for ranks in groups for copy in COPIES
+        f"{ranks} {copy}": part(ROOT, "execute", ranks, tokens, copy) for ranks in groups for copy in COPIES
     }
     return result
 
@@ -299,9 +306,11 @@ def main() -> None:
         else:
             print(json.dumps(compile_here(*sizes) if what == "compile" else copies_here()))
         return
-    found = measure(options.ranks or [8, 16, 32], options.tokens, options.before)
-    if options.json:
+    parts = Parts("normal_counts") if options.json else None
+    found = measure(options.ranks or [8, 16, 32], options.tokens, options.before, parts)
+    if options.json and parts is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
+        parts.end()
     print(markdown(found))
 
 
