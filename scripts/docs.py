@@ -22,12 +22,13 @@ from tests.mutants.trial import KILLED, SURVIVED, TIMEOUT
 from tests.ptx.litmus.litmus import table as litmus_table
 from tests.ptx.litmus.tests import ALL as LITMUS
 from uccl_ep_serving.cli.export import METRICS
-from uccl_ep_serving.config import SETTINGS, Settings
+from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.window_sizes import normal_plan
 from uccl_ep_serving.engines.memory_budget import GIB, MoeShape, memory_budget
 from uccl_ep_serving.engines.versions import SGLANG, VLLM, VersionRange
 from uccl_ep_serving.engines.vllm import targets as vllm
 from uccl_ep_serving.protocol import tables
+from uccl_ep_serving.variables import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[1]
 END = "<!-- end -->"

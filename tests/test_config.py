@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from uccl_ep_serving.config import SETTINGS, Settings, Variable, cache_base, deciding, unknown_variables
+from uccl_ep_serving.config import Settings, cache_base, deciding, unknown_variables
 from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.variables import SETTINGS, Variable
 
 
 def test_every_variable_is_a_field_and_every_field_a_variable() -> None:

@@ -37,7 +37,7 @@ NICS = ("verbs", "nic")
 VERBS = {str(path.relative_to(ROOT)) for folder in NICS for path in ROOT.glob(f"proxy/transport/{folder}/*.py")}
 VERBS |= {"uccl_ep_serving/cli/doctor/verbs.py"}
 # the setting, who asks what it comes to, and the peer that the check drives
-VERBS |= {"uccl_ep_serving/config.py", "uccl_ep_serving/data_plane/nics.py"}
+VERBS |= {"uccl_ep_serving/variables.py", "uccl_ep_serving/data_plane/nics.py"}
 VERBS |= {f"uccl_ep_serving/preflight/{name}.py" for name in ("loopback", "pyverbs_peer")}
 
 

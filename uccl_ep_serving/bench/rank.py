@@ -32,7 +32,8 @@ from uccl_ep_serving.bench.subjects import (
 )
 from uccl_ep_serving.bench.wire import Wire, count_wire, per_token_expert
 from uccl_ep_serving.buffer import Buffer
-from uccl_ep_serving.config import SETTINGS, Settings
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.variables import SETTINGS
 
 __all__ = ["run_card", "settings_of"]
 

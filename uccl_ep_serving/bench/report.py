@@ -12,8 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from uccl_ep_serving.config import SETTINGS, Settings
+from uccl_ep_serving.config import Settings
 from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.variables import SETTINGS
 
 __all__ = [
     "machine_line",

@@ -22,8 +22,9 @@ from uccl_ep_serving.cli.doctor.limits import limits
 from uccl_ep_serving.cli.doctor.nics import nics
 from uccl_ep_serving.cli.doctor.software import engines, environment
 from uccl_ep_serving.cli.doctor.transports import transports
-from uccl_ep_serving.config import SETTINGS, Settings, unknown_variables
+from uccl_ep_serving.config import Settings, unknown_variables
 from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.variables import SETTINGS
 
 __all__ = ["SECTIONS", "run", "settings"]
 
