@@ -193,6 +193,27 @@ def test_a_second_break_within_the_bound_is_the_same_one() -> None:
     assert ranks(2, body) == ["fine"] * 2
 
 
+def test_a_connection_that_was_made_again_long_ago_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mending, "RECONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(mending, "AGAIN_SECONDS", 0.1)
+
+    def body(exchange: ThreadExchange, wires: Wires) -> Any:
+        mesh = wires.join(exchange)
+        rounds(mesh, 1)
+        for _ in range(2):
+            exchange.all_gather(b"")
+            if exchange.rank == 0:
+                # either rank may have connected
+                assert sum(relay.cut() for relay in wires.relays.values()) >= 1
+            exchange.all_gather(b"")
+            rounds(mesh, 1)
+            time.sleep(0.6)
+        leave(mesh)
+        return "fine"
+
+    assert ranks(2, body) == ["fine"] * 2
+
+
 def test_a_second_break_soon_after_the_first_costs_the_higher_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mending, "RECONNECT_SECONDS", 0.5)
 

@@ -89,6 +89,13 @@ def in_order(traffic: Traffic) -> bool:
     )
 
 
+def mender_of(group: Group, rank: int) -> tcp_mend.Mender:
+    endpoint = group.endpoints[rank]
+    assert isinstance(endpoint, TcpEndpoint)
+    assert endpoint._mender is not None
+    return endpoint._mender
+
+
 def word(port: Group, rank: int, link: int, name: int) -> int:
     endpoint = port.endpoints[rank]
     assert isinstance(endpoint, TcpEndpoint)
@@ -164,14 +171,6 @@ class TestNothingIsLost:
             assert changed
             assert sum(wire.connections for wire in wires) > CONNECTIONS
 
-    def test_a_connection_that_was_mended_long_ago_is_mended_again(self) -> None:
-        with wired() as (group, (relay, _)):
-            for number in range(3):
-                traffic = Traffic(group)
-                traffic.add(0, 1, 0, 0, 64 * number)
-                traffic.run()
-                relay.cut()
-
 
 def again(traffic: Traffic, done: int) -> Traffic:
     """``traffic`` without the first ``done`` writes, which are over, as far as posting goes."""
@@ -213,13 +212,19 @@ def test_what_has_arrived_is_said_with_the_next_write_or_after_a_moment() -> Non
         assert_silent(peer)
 
 
-def test_what_has_arrived_is_said_at_once_when_much_is_owed() -> None:
+@pytest.mark.parametrize(("frames", "nbytes"), [(32, 0), (4, 64 << 10)])
+def test_what_has_arrived_is_said_at_once_when_much_is_owed(frames: int, nbytes: int) -> None:
     """A peer that only sends has room for so many frames until it learns."""
     with played() as peer:
-        peer.sockets[0].sendall(b"".join(raw(number=number, length=0) for number in range(tcp.ACK_FRAMES)))
-        peer.events(tcp.ACK_FRAMES)
+        endpoint = peer.group.endpoints[0]
+        assert isinstance(endpoint, TcpEndpoint)
+        # the moment after which little is said as well never comes
+        endpoint._state.context[tcp.OWING] = 1 << 62
+        for number in range(frames):
+            peer.sockets[0].sendall(raw(number=number, length=nbytes) + bytes(nbytes))
+            peer.events(1)
         peer.sockets[0].settimeout(1.0)
-        assert frame.decode_frame(peer.sockets[0].recv(32, socket.MSG_WAITALL)).arrived == tcp.ACK_FRAMES
+        assert frame.decode_frame(peer.sockets[0].recv(32, socket.MSG_WAITALL)).arrived == frames
 
 
 def next_frame(peer: Played) -> frame.Frame:
@@ -267,21 +272,68 @@ def test_more_than_was_sent_has_not_arrived(claimed: int) -> None:
         assert (event.kind, event.value, event.status) == (base.FAULT, claimed, base.FAULT_COUNT | 1 << base.FAULT_BITS)
 
 
-def test_a_second_break_within_the_bound_is_the_same_one() -> None:
+def test_a_second_break_within_the_bound_is_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was connected again may have been an attempt that the peer had given up: that costs nobody."""
+    monkeypatch.setattr(tcp_mend, "RECONNECT_SECONDS", 5.0)
     with wired() as (group, wires):
         traffic = Traffic(group)
         for _ in range(2):
-            before = sum(wire.connections for wire in wires)
-            wires[0].cut()
-            wires[1].cut()
-            deadline = time.monotonic() + 2.0
-            while sum(wire.connections for wire in wires) < before + CONNECTIONS:
-                assert poll_for(traffic, base.DOWN, 1, 0.001) == []
-                assert time.monotonic() < deadline
+            cut_and_mended(traffic, wires)
         traffic.add(0, 1, 0, 0, 64)
         traffic.add(1, 0, 64, 64, 64)
         traffic.run()
+
+
+def test_a_connection_that_was_mended_long_ago_is_mended_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_mend, "RECONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(tcp_mend, "AGAIN_SECONDS", 0.1)
+    with wired() as (group, wires):
+        traffic = Traffic(group)
+        for _ in range(2):
+            cut_and_mended(traffic, wires)
+            assert poll_for(traffic, base.DOWN, 1, 0.6) == []
+
+
+def cut_and_mended(traffic: Traffic, wires: list[Relay]) -> None:
+    """Cut all connections of two ranks, and poll until each of the two has all of its own again."""
+
+    def mended() -> list[dict[tuple[int, int], float]]:
+        return [dict(mender_of(traffic.group, rank)._mended) for rank in range(2)]
+
+    before = mended()
+    for wire in wires:
+        wire.cut()
+    deadline = time.monotonic() + 5.0
+    while any(len(now.items() - then.items()) < CONNECTIONS for now, then in zip(mended(), before, strict=True)):
+        assert poll_for(traffic, base.DOWN, 1, 0.001) == []
+        assert time.monotonic() < deadline
+
+
+def test_time_in_which_a_rank_itself_stood_still_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_mend, "RECONNECT_SECONDS", 0.5)
+    clock, skipped = time.monotonic, 0.0
+    monkeypatch.setattr(tcp_mend, "time", SimpleNamespace(monotonic=lambda: clock() + skipped, sleep=time.sleep))
+    with wired() as (group, wires):
+        mender, port = mender_of(group, 0), Port(group, 0)
+        select = mender.selector.select
+
+        def late(wait: float | None) -> Any:
+            nonlocal skipped
+            found = select(wait)
+            if mender._breaks:
+                skipped = 5.0
+            return found
+
+        monkeypatch.setattr(mender.selector, "select", late)
+        for wire in wires:
+            wire.accepting = False
+        begun = time.monotonic()
+        wires[0].cut()
+        while not (events := port.poll()):
+            assert time.monotonic() < begun + 5.0
+        assert [event.kind for event in events] == [base.DOWN]
+        assert skipped
+        assert time.monotonic() - begun > 0.4
 
 
 def test_an_order_to_go_on_keeps_its_descriptor_until_it_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,12 +362,7 @@ class TestItCosts:
             traffic = Traffic(group)
             traffic.add(0, 1, 0, 0, 64)
             traffic.run()
-            before = sum(wire.connections for wire in wires)
-            wires[0].cut()
-            deadline = time.monotonic() + 2.0
-            while sum(wire.connections for wire in wires) < before + CONNECTIONS:
-                assert poll_for(traffic, base.DOWN, 1, 0.01) == []
-                assert time.monotonic() < deadline
+            cut_and_mended(traffic, wires)
             assert poll_for(traffic, base.DOWN, 1, tcp_mend.RECONNECT_SECONDS) == []
             for wire in wires:
                 # whoever connected again
@@ -391,7 +438,7 @@ class TestWhoConnects:
             with socket.create_connection(peer.where, timeout=2) as new:
                 drive(new, handshake.connect(identity(1), 0, 0, 0))
                 deadline = time.monotonic() + 5
-                while word(peer.group, 0, CONNECTIONS, tcp.STATE) != tcp.UP or not mended(peer.group):
+                while word(peer.group, 0, CONNECTIONS, tcp.STATE) != tcp.UP or not mender_of(peer.group, 0)._mended:
                     assert time.monotonic() < deadline
                 attempt.send(b"")
                 attempt.send(challenge[: frame.PREFIX_BYTES])
@@ -436,13 +483,6 @@ class TestWhoConnects:
                 drive(silent, handshake.accept(identity(0), frozenset([1])))
             for connection in (silent, *(connection for _, connection in sockets)):
                 connection.close()
-
-
-def mended(group: Group) -> bool:
-    endpoint = group.endpoints[0]
-    assert isinstance(endpoint, TcpEndpoint)
-    assert endpoint._mender is not None
-    return bool(endpoint._mender._mended)
 
 
 @contextlib.contextmanager
