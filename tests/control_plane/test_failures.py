@@ -167,11 +167,7 @@ def test_the_cause_reaches_all() -> None:
 
     zero, one, two = in_meshes(3, body)
     for error in (zero, one):
-        assert (type(error), error.peers, error.cause) == (
-            PeerLost,
-            (2,),
-            "mem0: status 12" if error is one else error.cause,
-        )
+        assert (type(error), error.peers, error.cause) == (PeerLost, (2,), "mem0: status 12")
     assert "rank 0 has no connection to it: mem0: status 12" in str(one)
     assert isinstance(two, Evicted)
 

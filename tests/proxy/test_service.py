@@ -102,15 +102,16 @@ def test_an_idle_proxy_sleeps() -> None:
         assert time.monotonic() - start < 1.0
 
 
-def test_the_thread_is_named_and_bound_to_its_core() -> None:
-    cpu = min(os.sched_getaffinity(0))
-    world = World(2, 1 << 16, proxy_cpus=(cpu,))
+@pytest.mark.parametrize("told", [False, True], ids=["near its NICs", "where the setting says"])
+def test_the_thread_is_named_and_bound_to_its_cores(told: bool) -> None:
+    before = os.sched_getaffinity(0)
+    near, said = max(before), min(before)
+    world = World(2, 1 << 16, near_cpus=[frozenset({near})], proxy_cpus=(said,) if told else ())
     with running(world):
-        tasks = {}
         _until(lambda: len(_threads_called("uccl-ep 0.0")) == 1)
-        tasks = _threads_called("uccl-ep 0.0")
-        _until(lambda: os.sched_getaffinity(tasks[0]) == {cpu})
-    assert os.sched_getaffinity(0) != {cpu} or len(os.sched_getaffinity(0)) == 1, "only the proxy is bound"
+        (task,) = _threads_called("uccl-ep 0.0")
+        _until(lambda: os.sched_getaffinity(task) == {said if told else near})
+    assert os.sched_getaffinity(0) == before, "only the proxy is bound"
 
 
 def _threads_called(name: str) -> list[int]:

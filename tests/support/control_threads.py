@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -39,11 +40,15 @@ def in_threads(size: int, body: Callable[[ThreadExchange], Any]) -> list[Any]:
         except Exception as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    # daemons, so that one which hangs does not keep the process that says so
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + 60
     for thread in threads:
-        thread.join(60)
+        thread.join(max(deadline - time.monotonic(), 0))
+    hanging = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    assert not hanging, f"ranks {hanging} hang"
     return results
 
 

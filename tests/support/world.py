@@ -75,6 +75,7 @@ class World:
         proxies: int = 1,
         step: Callable[[int], int] | None = None,
         fabric_options: dict[str, Any] | None = None,
+        near_cpus: Sequence[frozenset[int]] = (),
         **settings: Any,
     ) -> None:
         #: The compiled step: the production one, or that of a mutant.
@@ -82,6 +83,7 @@ class World:
         #: Ranks that are not stepped for now.
         self.asleep: set[int] = set()
         self.ranks = ranks
+        self._near_cpus = near_cpus
         self.settings = Settings(proxies=proxies, channels=max(proxies, settings.pop("channels", 1)), **settings)
         self.fabric = FakeFabric(ranks, window_bytes, seed, adversary, proxies=proxies, **(fabric_options or {}))
         self.windows = [np.zeros(window_bytes, np.uint8) for _ in range(ranks)]
@@ -108,6 +110,7 @@ class World:
             error=self.errors[rank].ctypes.data,
             endpoints=[[endpoint] for endpoint in endpoints],
             route=[-1 if r == rank else 0 for r in range(self.ranks)],
+            near_cpus=self._near_cpus,
         )
 
     def producer(self, rank: int, stream: int) -> RingProducer:
