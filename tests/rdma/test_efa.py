@@ -93,6 +93,16 @@ class TestOrder:
         assert repeated
 
 
+def finish(traffic: Traffic, left: list[int]) -> None:
+    """Post those that are ``left``, and poll until all that was posted has arrived."""
+    for _ in range(3000):
+        left = [number for number in left if not traffic.try_post(number)]
+        for port in traffic.ports:
+            port.flush()
+            traffic.poll(port)
+    assert traffic.summary() == {key: len(traffic.writes) for key in ("writes", "sent", "arrived")}
+
+
 class TestQueues:
     def test_a_burst_never_overfills_the_send_queue(self) -> None:
         network = SrdNetwork(2, seed=2, pace=2)
@@ -115,14 +125,20 @@ class TestQueues:
         network.efa.receives = 64
         with open_network(network, 1 << 16) as group:
             traffic = some_writes(group, 400, peer=1)
-            number = len(traffic.writes)
-            while number and traffic.try_post(len(traffic.writes) - number):
-                number -= 1
+            left = [number for number in range(400) if not traffic.try_post(number)]
+            traffic.ports[0].flush()
+            while not network.fabric[nic.RETRIES]:
+                traffic.poll(traffic.ports[0])
+            other = traffic.add(0, 2, source=400 * 64, target=0, nbytes=64)
+            assert traffic.try_post(400)
             traffic.ports[0].flush()
             for _ in range(200):
-                traffic.poll(traffic.ports[0])
-            assert network.fabric[nic.RETRIES] > 0
-            assert not [event for event in traffic.ports[2].poll() if event.kind == DOWN]
+                for rank in (0, 2):
+                    traffic.poll(traffic.ports[rank])
+            assert other.arrivals == other.sent == 1
+            assert traffic.summary()["sent"] < 401
+            finish(traffic, left)
+            assert not traffic.down
 
     def test_a_device_whose_receive_queue_is_too_short_is_refused(self) -> None:
         network = SrdNetwork(2)
@@ -162,12 +178,7 @@ class TestCompletionQueue:
                 for port in traffic.ports[1:]:
                     traffic.poll(port)
             assert not any(map(traffic.try_post, left))
-            for _ in range(3000):
-                left = [number for number in left if not traffic.try_post(number)]
-                for port in traffic.ports:
-                    port.flush()
-                    traffic.poll(port)
-            assert traffic.summary() == {key: len(traffic.writes) for key in ("writes", "sent", "arrived")}
+            finish(traffic, left)
 
     def test_traffic_both_ways_goes_on_however_little_room_there_is(self) -> None:
         network = self.network(3)
