@@ -174,7 +174,10 @@ def test_different_calls_are_named_at_once_on_every_rank(ranks: Ranks, path: str
         for text in texts:
             assert all(word in text for word in words), text
             assert "The group stays usable" in text
-        assert max(took) < 5.0  # the deadline is 20 s
+        # what docs/operating.md promises; once in two a loaded machine may be late
+        promised = 2.0 if what == "left out" else 1.0
+        assert min(took) < promised
+        assert max(took) < promised + 2.0
 
 
 def test_the_tensors_of_a_window_outlive_it(ranks: Ranks) -> None:
