@@ -116,7 +116,9 @@ def test_families_are_told_by_vendor() -> None:
     assert all(family.source and family.bytes_in_flight % 4096 == 0 for family in FAMILIES)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", [one for one in FAMILIES if one.name not in ("Intel", "soft-RoCE")], ids=lambda family: family.name
+)
 def test_the_figure_that_a_source_quotes_is_the_one_that_is_used(family: Family) -> None:
-    for quoted in re.findall(r"\b\d{6,}\b", family.source):
-        assert family.bytes_in_flight == int(quoted)
+    """For the two others none is published."""
+    assert re.findall(r"\b\d{6,}\b", family.source) == [str(family.bytes_in_flight)]

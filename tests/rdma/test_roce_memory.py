@@ -277,7 +277,8 @@ class TestFailure:
             ports = [Port(group, rank) for rank in range(2)]
             group.windows[1][:] = 9
             for port in ports:
-                assert port.post(1 - port.rank, 0, 0, 4096, imm(port.rank, 0), 0) == ACCEPTED
+                # from one half to the other, so that what has landed is not what is read
+                assert port.post(1 - port.rank, 0, 2048, 2048, imm(port.rank, 0), 0) == ACCEPTED
             ports[0].flush()
             ports[0].drop(1)
             ports[1].flush()
@@ -286,6 +287,7 @@ class TestFailure:
                 assert ports[0].poll() == []
                 ports[1].poll()
             assert not group.windows[0].any()
+            assert (group.windows[1] == 9).all()
 
     def test_a_peer_that_claims_another_rank_is_at_fault(self) -> None:
         network = MemoryNetwork(3)

@@ -265,7 +265,7 @@ class TransportContract:
             traffic.run()
 
     def test_a_full_transport_says_busy_and_goes_on(self, open_group: OpenGroup) -> None:
-        """Post without polling until it refuses (or 20,000 were accepted); everything accepted arrives."""
+        """Post without polling until it refuses (or 4,096 were accepted); everything accepted arrives."""
         with open_group(2, 1 << 16) as group:
             traffic = Traffic(group)
             number = 0
