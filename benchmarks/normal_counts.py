@@ -311,7 +311,11 @@ def main() -> None:
     from benchmarks.parts import Parts  # not there in commits to compare with
 
     parts = Parts("normal_counts") if options.json else None
-    found = measure(options.ranks or [8, 16, 32], options.tokens, options.before, parts)
+    before = (
+        options.before
+        and subprocess.check_output(["git", "rev-parse", "--short=12", options.before], cwd=ROOT, text=True).strip()
+    )
+    found = measure(options.ranks or [8, 16, 32], options.tokens, before, parts)
     if options.json and parts is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
         parts.end()

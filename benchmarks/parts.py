@@ -37,7 +37,9 @@ class Parts:
             self._found[part] = measure()
             if self._file is not None:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
-                self._file.write_text(json.dumps(self._found) + "\n")
+                whole = self._file.with_suffix(".new")
+                whole.write_text(json.dumps(self._found) + "\n")
+                whole.replace(self._file)
         return self._found[part]
 
     def end(self) -> None:

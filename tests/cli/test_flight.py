@@ -151,6 +151,29 @@ def test_a_record_that_is_none_is_named_and_the_others_are_read(tmp_path: Path) 
     assert "rank 0, lost: ?[31mred" in shown.output
 
 
+def test_the_latest_failure_is_shown_also_where_nobody_can_read_it(tmp_path: Path) -> None:
+    write(tmp_path, 0, time=3000.0)
+    write(tmp_path, 0, group="1ater", time=100.0)
+    write(tmp_path, 1, group="1ater", time=5000.0, epoch=2)
+    assert [flight.group for flight in read(tmp_path)] == ["1ater", GROUP]
+    cut = write(tmp_path, 0, group="1ast")
+    cut.write_text("{")
+    shown = flight(str(tmp_path))
+    assert shown.exit_code == 1
+    assert f"not readable: {cut.name}: " in shown.output
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [('"time": 1001.0', '"time": 1e300'), ('"world": 4', '"world": 1099511627776'), ('"rank": 1', '"rank": -1')],
+)
+def test_figures_that_no_rank_writes_make_a_record_none(tmp_path: Path, right: str, wrong: str) -> None:
+    path = write(tmp_path, 1)
+    assert right in path.read_text()
+    path.write_text(path.read_text().replace(right, wrong))
+    assert "not readable" in flight(str(tmp_path)).output
+
+
 def test_a_rank_is_shown_whole_where_it_is_asked_for(tmp_path: Path) -> None:
     write(tmp_path, 0)
     assert "thread uccl-ep live" not in flight(str(tmp_path)).output

@@ -21,10 +21,10 @@ from uccl_ep_serving.control_plane import mending
 from uccl_ep_serving.control_plane.bootstrap import Introduction
 from uccl_ep_serving.control_plane.endings import DEAD, DOWN, GONE, Endings
 from uccl_ep_serving.control_plane.frames import count_frame
-from uccl_ep_serving.control_plane.links import Link, identity_of
+from uccl_ep_serving.control_plane.links import MAGIC, Link, identity_of
 from uccl_ep_serving.control_plane.mesh import ControlMesh
 from uccl_ep_serving.control_plane.outbox import Outbox
-from uccl_ep_serving.control_plane.seal import MAC_BYTES, Seal
+from uccl_ep_serving.control_plane.seal import Seal
 from uccl_ep_serving.errors import PeerError, PeerLost, UcclEpError
 from uccl_ep_serving.protocol.frame import CHALLENGE_BYTES, PREFIX_BYTES, Verdict, decode_address, encode_verdict
 from uccl_ep_serving.protocol.handshake import Refused, connect
@@ -168,6 +168,25 @@ def test_on_a_wire_that_alters_frames(caplog: pytest.LogCaptureFixture) -> None:
     assert ranks(3, body) == [{}] * 3
     assert "a control frame was altered on the way" in caplog.text
     assert "forbid" not in caplog.text
+
+
+def test_a_wire_that_alters_everything_is_tried_a_few_times_only(caplog: pytest.LogCaptureFixture) -> None:
+    """What breaks again at once waits longer each time, until the connection counts as lost."""
+
+    def body(exchange: ThreadExchange, wires: Wires) -> Any:
+        mesh = wires.join(exchange)
+        exchange.all_gather(b"")
+        magic = MAGIC.to_bytes(4, "little")  # of frames; handshakes have another
+        wires.relays[0].alter = lambda data: data.replace(magic, bytes(4))
+        exchange.all_gather(b"")
+        with pytest.raises(UcclEpError):
+            rounds(mesh, 1)
+        exchange.all_gather(b"")
+        mesh.close()
+
+    ranks(2, body)
+    assert "a control frame was altered on the way" in caplog.text
+    assert caplog.text.count("was connected again") < 30
 
 
 def test_a_second_break_within_the_bound_is_the_same_one() -> None:
@@ -511,7 +530,7 @@ class TestOutbox:
         posted = 0
         while not outbox.wants_room:
             outbox.post(bytes(10_000))
-            posted += 10_000 + MAC_BYTES
+            posted += len(sealed(bytes(10_000)))
         received = 0
         while taken and received < posted:
             received += len(far.recv(1 << 20))

@@ -146,6 +146,10 @@ class TestAddress:
             frame.encode_address(host, port)
 
 
+#: Of every handshake frame.
+_PREFIX = b"UEPH" + bytes([frame.HANDSHAKE_VERSION])
+
+
 class TestHandshake:
     def test_hello_round_trip(self) -> None:
         wire = frame.encode_hello(HELLO)
@@ -225,7 +229,7 @@ class TestHandshake:
 
     @pytest.mark.parametrize(
         "prefix",
-        [b"", b"UEPH\x01", b"SSH-2.0-", b"UEPH\x02\x06\x00\x00", b"UEPH\x02\x00\x00\x00", b"UEPH\x02\x01\x00\x01"],
+        [b"", b"UEPH\x01", b"SSH-2.0-", *(_PREFIX + rest for rest in (b"\x06\x00\x00", bytes(3), b"\x01\x00\x01"))],
     )
     def test_a_strange_prefix(self, prefix: bytes) -> None:
         with pytest.raises(ValueError, match="handshake"):

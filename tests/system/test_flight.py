@@ -15,7 +15,7 @@ from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
 from uccl_ep_serving.cli.flight import Flight, findings, read
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
-from uccl_ep_serving.errors import Evicted, PeerError
+from uccl_ep_serving.errors import ConfigError, Evicted, PeerError
 
 SILENT = 2
 _DEADLINE = 2.0
@@ -75,6 +75,40 @@ def test_the_rank_that_hung_is_named_with_where_it_stood(ranks: Ranks, path: str
     assert first.startswith("ranks 0, 1 waited for rank 2, which waited for nobody: in no call of ours, at ")
     assert "linger_elsewhere" in first
     assert any(words.startswith("operations begun differ: 4 in epoch 1 on rank 2; 5 in epoch 1") for words in others)
+
+
+def _one_dies_first(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """Before the first operation, which agrees on windows; and who is left ends at once."""
+    buffer = bodies.opened(exchange, overrides)
+    exchange.all_gather(b"")
+    if exchange.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerError):
+        bodies.round_trip(buffer)
+    os._exit(0)
+
+
+def test_a_failure_before_the_first_operation_leaves_a_record_at_once(mortal_ranks: Ranks, tmp_path: Path) -> None:
+    mortal_ranks.start(2, _one_dies_first, {**PATHS["tcp"], "flight_recorder": str(tmp_path)})
+    mortal_ranks.finish([0])
+    (flight,) = read(tmp_path)
+    assert flight.records[0].error.startswith("PeerLost: ")
+
+
+def _part_and_go_on(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    buffer = bodies.opened(exchange, overrides)
+    bodies.round_trip(buffer)
+    if exchange.rank == SILENT:
+        time.sleep(1.5)
+    with pytest.raises(ConfigError):
+        bodies.round_trip(buffer, hidden=128 if exchange.rank else 256)
+    bodies.round_trip(buffer)
+    buffer.destroy()
+
+
+def test_ranks_that_settle_what_has_failed_leave_no_record(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(3, _part_and_go_on, {**PATHS["tcp"], "flight_recorder": str(tmp_path)})
+    assert not list(tmp_path.iterdir())
 
 
 def _one_dies(exchange: StoreExchange, overrides: dict[str, Any]) -> None:

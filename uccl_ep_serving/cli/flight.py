@@ -20,6 +20,7 @@ from rich.text import Text
 
 from uccl_ep_serving.cli.console import plain, wide_console
 from uccl_ep_serving.data_plane.flight_recorder import SUFFIX
+from uccl_ep_serving.protocol.command import MAX_RANKS
 
 __all__ = ["Flight", "Record", "app", "findings", "read"]
 
@@ -59,14 +60,19 @@ class Stream(msgspec.Struct):
     held_back: int
 
 
+#: Seconds since 1970 of which a calendar knows, and a rank.
+_Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_RANKS)]
+
+
 class Stats(msgspec.Struct):
     """What is shown of a rank's counters."""
 
-    rank: int
-    world: int
+    rank: _Rank
+    world: _Rank
     host: str
     pid: int
-    time: float
+    time: _Time
     state: str
     epoch: int
     begun: int
@@ -87,7 +93,7 @@ class Record(msgspec.Struct):
     """
 
     stats: Stats
-    calls: list[tuple[float, str, int, float]]
+    calls: list[tuple[_Time, str, int, float]]
     threads: dict[str, list[str]]
     error: str = ""
 
@@ -97,18 +103,15 @@ class Flight(NamedTuple):
 
     Attributes:
         group: its name.
+        time: of its latest record, in seconds since 1970.
         records: by rank, of its latest epoch.
         unreadable: files that are none, each with the reason.
     """
 
     group: str
+    time: float
     records: dict[int, Record]
     unreadable: list[str]
-
-    @property
-    def time(self) -> float:
-        """Of its first record, in seconds since 1970; 0 without any."""
-        return min((record.stats.time for record in self.records.values()), default=0.0)
 
 
 def read(place: Path) -> list[Flight]:
@@ -116,15 +119,18 @@ def read(place: Path) -> list[Flight]:
     flights: dict[str, Flight] = {}
     for path in sorted(place.glob(f"[!.]*{SUFFIX}")):
         group = path.name.partition("-")[0]
-        flight = flights.setdefault(group, Flight(group, {}, []))
+        flight = flights.get(group, Flight(group, 0.0, {}, []))
         try:
             record = msgspec.json.decode(path.read_bytes(), type=Record)
         except (OSError, msgspec.MsgspecError, RecursionError) as error:
             flight.unreadable.append(f"{path.name}: {error}")
-            continue
-        before = flight.records.get(record.stats.rank)
-        if before is None or before.stats.epoch < record.stats.epoch:
-            flight.records[record.stats.rank] = record
+            when = path.lstat().st_mtime
+        else:
+            when = record.stats.time
+            before = flight.records.get(record.stats.rank)
+            if before is None or before.stats.epoch < record.stats.epoch:
+                flight.records[record.stats.rank] = record
+        flights[group] = flight._replace(time=max(flight.time, when))
     return sorted(flights.values(), key=lambda flight: flight.time, reverse=True)
 
 
@@ -246,13 +252,15 @@ def command(
 def run(place: Path, group: str, ranks: Sequence[int], as_json: bool) -> int:
     """Print one group's records. Returns the exit status, as the command says."""
     flights, console = read(place), wide_console()
-    shown = next((flight for flight in flights if not group or flight.group == group), Flight(group, {}, []))
+    wanted = [flight for flight in flights if not group or flight.group == group]
+    shown = wanted[0] if wanted else Flight(group, 0.0, {}, [])
 
     def say(lines: Iterable[str]) -> None:
         for line in lines:
             console.print(Text(plain(line)), soft_wrap=True)
 
-    said = [*findings(shown.records), *(f"not readable: {words}" for words in shown.unreadable)]
+    unreadable = [words for flight in wanted for words in flight.unreadable]
+    said = [*findings(shown.records), *(f"not readable: {words}" for words in unreadable)]
     if as_json:
         ranks_found = {str(rank): msgspec.to_builtins(record) for rank, record in sorted(shown.records.items())}
         print(json.dumps({"group": shown.group, "findings": said, "ranks": ranks_found}, indent=1))

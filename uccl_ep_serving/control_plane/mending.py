@@ -84,6 +84,8 @@ class Mending(Talks):
         self._is_left = is_left
         self._peers = frozenset(links)
         self._breaks: dict[int, _Break] = {}
+        #: How long the next attempt waits where what was made again breaks again, while it is the same break.
+        self._pauses: dict[int, float] = {}
         #: When each broke, a ``time.monotonic()`` instant, but for what is still the same break.
         self._broke: dict[int, float] = {}
         self._looked = time.monotonic()
@@ -113,7 +115,9 @@ class Mending(Talks):
             self._over.add(peer)
             link.outbox.over = True
             return False
-        self._begin(_Break(link, whole and is_new, reason, now, now))
+        pause = 0.0 if is_new else self._pauses.get(peer, _PAUSE_SECONDS[0])
+        self._pauses[peer] = _PAUSE_SECONDS[0] if is_new else min(2 * pause, _PAUSE_SECONDS[1])
+        self._begin(_Break(link, whole and is_new, reason, now, now + pause))
         return True
 
     def advance(self) -> list[tuple[int, str, str]]:

@@ -44,7 +44,7 @@ class Seal:
     def is_genuine(self, part: bytes, mac: bytes) -> bool:
         """Whether ``part`` is the next one of the peer: a header, or a payload. After one that is not, none is."""
         genuine = hmac.compare_digest(_mac(self._receive_key, self._received, part), mac)
-        self._received += 1
+        self._received += genuine
         return genuine
 
 

@@ -122,7 +122,8 @@ class Epochs:
         """
         try:
             yield
-        except Evicted:
+        except Evicted as error:
+            self.watch.note(error)
             raise
         except but:
             raise
@@ -131,6 +132,8 @@ class Epochs:
             what = f"rank {self._mesh.rank} could not rebuild its window: {type(named).__name__}: {named}".rstrip(": ")
             # an error that blames a peer says what to do: mask it
             self.watch.broken = what if isinstance(named, PeerError) else f"{what}. {REBUILD_GROUP}"
+            if isinstance(named, UcclEpError):
+                self.watch.note(named)
             try:
                 if named is error:
                     raise

@@ -19,7 +19,7 @@ from .agreement import SETUP, read_proposal
 from .calls import Calls
 from .flight_recorder import FlightRecorder
 from .plane import DataPlane
-from .standing import WELL, WaitLog, state_of
+from .standing import WaitLog, state_of
 
 __all__ = ["PlaneWatch"]
 
@@ -136,7 +136,11 @@ class PlaneWatch:
         Commands refused outside operations are named here, once, and never in the middle of an operation.
         """
         if self.liveness.stopped and not self.closed and not self.forked:
-            self.liveness.check(phase)
+            try:
+                self.liveness.check(phase)
+            except UcclEpError as error:
+                self.note(error)
+                raise
         self.check_usable()
         try:
             if self.stale:
@@ -235,8 +239,9 @@ class PlaneWatch:
             del named, error
 
     def note(self, error: UcclEpError | None = None) -> None:
-        """Have the flight recorder keep what this rank knows, where it cannot go on; ``error``: for what."""
-        if self.recorder is not None and (error is not None or state_of(self)[0] not in WELL):
+        """Have the flight recorder keep what this rank knows, where it cannot go on; ``error``: for what. Without one
+        only what is agreed on counts: ranks may still settle what has failed."""
+        if self.recorder is not None and (error is not None or state_of(self)[0] in ("lost", "broken", "evicted")):
             self.recorder.record(self.epoch, error)
 
     def resolve_cause(self, error: PeerError, group: int | None = None) -> UcclEpError:

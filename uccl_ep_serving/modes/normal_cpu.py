@@ -130,11 +130,9 @@ class Normal:
         # Who gets which tokens.
         if args.layout is not None:
             route, in_rank = exchange.route(args.layout, args.topk_idx), args.layout.in_rank
-            nodes = None
-            if form.node_ranks:
-                # a cached dispatch reads it again, whatever the caller has done to it since
-                in_rank = in_rank.clone()
-                nodes = exchange.relay.route(in_rank, form.node_ranks)
+            # a cached dispatch reads it again, whatever the caller has done to its own since
+            in_rank = in_rank.clone()
+            nodes = exchange.relay.route(in_rank, form.node_ranks) if form.node_ranks else None
         else:
             assert handle is not None
             route, nodes, in_rank = handle.route, handle.nodes, handle.is_token_in_rank

@@ -208,7 +208,7 @@ def decode_address(address: bytes) -> tuple[str, int]:
 
 # --- handshake --------------------------------------------------------------------------------------------------------
 
-HANDSHAKE_VERSION = 2
+HANDSHAKE_VERSION = 3
 NONCE_BYTES = 32
 JOB_BYTES = 16
 _PROOF_SIZE = hashlib.sha256().digest_size
