@@ -18,6 +18,7 @@ from uccl_ep_serving.protocol.command import MAX_WINDOW_BYTES
 
 __all__ = ["Handshakes"]
 
+_VERSION = 3
 _SECRET, _OTHER_SECRET = bytes(range(32)), bytes(32)
 _JOB = b"a job"
 _RANKS, _CONNECTIONS, _WINDOW = 8, 4, 1 << 20
@@ -46,7 +47,7 @@ def _heads(data: bytes, kind: int, nbytes: int) -> Iterator[tuple[str, int]]:
     magic, version, given, code = _PREFIX.unpack_from(data)
     if magic != b"UEPH" or not 1 <= given <= 5:
         yield "malformed", 0
-    elif version != 2:
+    elif version != _VERSION:
         yield "refused", 5
     elif given == 4:
         yield ("refused", code) if 1 <= code <= 7 else ("malformed", 0)
@@ -142,7 +143,7 @@ class _Case:
         if kind in BYTES:
             return change(rng, kind, said)
         if kind == "a verdict":
-            return _PREFIX.pack(b"UEPH", 2, 4, rng.choice((*range(9), rng.getrandbits(16))))
+            return _PREFIX.pack(b"UEPH", _VERSION, 4, rng.choice((*range(9), rng.getrandbits(16))))
         if kind == "spliced":
             return said[:8] + rng.randbytes(len(said) - 8)
         if kind in ("a field", "a field, proven"):
