@@ -19,7 +19,7 @@ __all__ = ["compile_together", "do_together"]
 _log = logging.getLogger("uccl_ep_serving")
 
 #: Name of the step at the end, and how long a rank waits for the others in it. Cold, all of a GPU's kernels of both
-#: modes take 90 seconds of a core (benchmarks/RESULTS.md); several ranks share the cores.
+#: modes take a minute of a core (benchmarks/RESULTS.md); several ranks share the cores.
 COMPILING, _COMPILE_SECONDS = "compiling", 600.0
 #: Most bytes of a reason that the others are told.
 _MOST_REASON = 4000
