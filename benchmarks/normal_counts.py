@@ -316,7 +316,7 @@ def main() -> None:
         and subprocess.check_output(["git", "rev-parse", "--short=12", options.before], cwd=ROOT, text=True).strip()
     )
     found = measure(options.ranks or [8, 16, 32], options.tokens, before, parts)
-    if options.json and parts is not None:
+    if parts is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
         parts.end()
     print(markdown(found))

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.resume import sources
-from tests.support.source_tree import ROOT
+from tests.support.resume import UNFINISHED, sources
 
 __all__ = ["Parts"]
 
@@ -22,7 +21,7 @@ class Parts:
         place: directory of what is not finished.
     """
 
-    def __init__(self, name: str, place: Path = ROOT / "benchmarks/results/unfinished") -> None:
+    def __init__(self, name: str, place: Path = UNFINISHED) -> None:
         # what the machine loads is what its tests load
         which = sources("test-model")
         #: None where the sources differ from their commit: nothing is kept.

@@ -34,13 +34,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.resume import left, notes, sources
+from tests.support.resume import UNFINISHED, left, notes, sources
 from uccl_ep_serving.bench.machine import describe
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/suites.json"
 NOTES = ROOT / ".pytest_cache/d/passed"
-UNFINISHED = ROOT / "benchmarks/results/unfinished"
 TEST, CHECK = "make test", ".ci/run"
 #: Seconds on two cores with nothing else to do, once the environments exist.
 BUDGETS = {TEST: 540, CHECK: 1800}

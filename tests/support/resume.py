@@ -20,7 +20,10 @@ import pytest
 
 from .source_tree import ROOT
 
-__all__ = ["Note", "Resume", "add_option", "left", "notes", "sources"]
+__all__ = ["UNFINISHED", "Note", "Resume", "add_option", "left", "notes", "sources"]
+
+#: What has been found of runs and measurements that are not finished, among the results.
+UNFINISHED = ROOT / "benchmarks/results/unfinished"
 
 #: What a test that may take hours does not depend on.
 _BESIDE = (":!docs", ":!*.md", ":!benchmarks/results")

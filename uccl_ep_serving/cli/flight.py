@@ -7,7 +7,7 @@ so that counts of two ranks may differ by what happened in between.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -137,9 +137,12 @@ def read(place: Path) -> list[Flight]:
 def findings(records: Mapping[int, Record]) -> Iterator[str]:
     """What the records of a group say together, most telling first."""
     stats = {rank: record.stats for rank, record in sorted(records.items())}
-    awaited = Counter(one.waits_for.peer for one in stats.values() if one.waits_for is not None)
-    for peer, _ in awaited.most_common():
-        yield f"{_ranks(_waiting_for(peer, stats))} waited for rank {peer}{_stands(peer, records)}"
+    waiting = defaultdict(list)
+    for rank, one in stats.items():
+        if one.waits_for is not None:
+            waiting[one.waits_for.peer].append(rank)
+    for peer, who in sorted(waiting.items(), key=lambda item: len(item[1]), reverse=True):
+        yield f"{_ranks(who)} waited for rank {peer}{_stands(peer, records)}"
     if missing := sorted(set(range(max((one.world for one in stats.values()), default=0))) - set(stats)):
         yield (
             f"{_ranks(missing)} left no record: its process was killed or hung as a whole, its host is gone, or its "
@@ -156,10 +159,6 @@ def findings(records: Mapping[int, Record]) -> Iterator[str]:
     yield from under_way[:_MOST_STREAMS]
     if len(under_way) > _MOST_STREAMS:
         yield f"{len(under_way) - _MOST_STREAMS} more streams have messages under way"
-
-
-def _waiting_for(peer: int, stats: Mapping[int, Stats]) -> list[int]:
-    return [rank for rank, one in stats.items() if one.waits_for is not None and one.waits_for.peer == peer]
 
 
 def _stands(peer: int, records: Mapping[int, Record]) -> str:

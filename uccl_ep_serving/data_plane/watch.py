@@ -18,6 +18,7 @@ from ..protocol.layout import LowLatencyPlan
 from .agreement import SETUP, read_proposal
 from .calls import Calls
 from .flight_recorder import FlightRecorder
+from .kernel_space import KernelSpace
 from .plane import DataPlane
 from .standing import WaitLog, state_of
 
@@ -271,8 +272,8 @@ class PlaneWatch:
 
     def _report_local_failure(self, error: UcclEpError) -> None:
         """An operation failed for a reason of this rank's own; when it cannot go on, the peers are told."""
-        plane = self._plane()
-        if plane is not None and plane.space is not None and plane.space.failed:
+        space = self._space()
+        if space is not None and space.failed:
             self.liveness.fail(str(error))
 
     def drop_peer(self, peer: int) -> None:
@@ -345,32 +346,33 @@ class PlaneWatch:
     @property
     def waits_for(self) -> Wait | None:
         """For whom a step or an operation of this rank waits at present, or waited when it failed."""
-        plane = self._plane()
-        failed = plane is not None and plane.space is not None and plane.space.failed
+        space = self._space()
+        failed = space is not None and space.failed
         return self._pending_wait or (self.waits.last((self.epoch, self.begun)) if failed else None)
 
     @property
     def _pending_wait(self) -> Wait | None:
-        plane = self._plane()
-        pending = plane.space.pending_wait if plane is not None and plane.space is not None else None
-        return self._mesh.steps.waits_for() or pending
+        space = self._space()
+        return self._mesh.steps.waits_for() or (space.pending_wait if space is not None else None)
 
     def _waits_for(self) -> tuple[Wait | None, bool]:
         """For whom the pending kernel, or a step of agreement, waits, and whether this rank stood still in that time.
 
         From whichever thread learns first that something has failed.
         """
-        still = self._mesh.stood_still
-        plane = self._plane()
-        if plane is None or plane.space is None:
-            return self._mesh.steps.waits_for(), still
-        return self._mesh.steps.waits_for() or plane.space.waits_for, still
+        still, space = self._mesh.stood_still, self._space()
+        return self._mesh.steps.waits_for() or (space.waits_for if space is not None else None), still
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _plane(self) -> DataPlane | None:
         """The present data plane, None when there is none or the Buffer is closed."""
         return None if self.closed else self.plane
+
+    def _space(self) -> KernelSpace | None:
+        """That of the present data plane, None when there is none."""
+        plane = self._plane()
+        return None if plane is None else plane.space
 
     @property
     def is_awaited(self) -> bool:
@@ -391,6 +393,6 @@ class PlaneWatch:
 
     def _stop_kernels(self, code: int, peer: int) -> None:
         """Set the sticky error of the present data plane, if there is one."""
-        plane = self._plane()
-        if plane is not None and plane.space is not None:
-            plane.space.fail(code, peer)
+        space = self._space()
+        if space is not None:
+            space.fail(code, peer)
