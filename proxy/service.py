@@ -26,7 +26,7 @@ from .faults import FaultReader
 from .loop import DIED, STOPPED, run, step
 from .state import ProxyState, acknowledge, request_forget, request_stop
 from .stats import in_flight, latencies, proxy_counters, stream_states
-from .transport.base import Endpoint
+from .transport.base import Endpoint, Reconnecting
 from .transport.select import NIC_TRANSPORTS, SHM, TCP
 
 _log = logging.getLogger("uccl_ep_serving")
@@ -347,20 +347,28 @@ class ProxyService:
 
     def totals(self) -> dict[str, int]:
         """The ``total`` of :meth:`counters` alone."""
-        return _total([proxy_counters(state) for state in self.states])
+        return _total(self._counters())
 
     def counters(self) -> dict[str, Any]:
         """Snapshot: ``{"proxies": [...], "total": {...}, "streams": [...], "latency": {stream: buckets}}``.
 
         See :mod:`uccl_ep_serving.proxy.stats` for the names. Safe at any time, before start and after stop too.
         """
-        proxies = [proxy_counters(state) for state in self.states]
+        proxies = self._counters()
         return {
             "proxies": proxies,
             "total": _total(proxies),
             "streams": [entry for state in self.states for entry in stream_states(state)],
             "latency": {stream: b for state in self.states for stream, b in latencies(state).items()},
         }
+
+    def _counters(self) -> list[dict[str, int]]:
+        """By proxy, and what its endpoints count."""
+        return [
+            proxy_counters(state)
+            | {"reconnections": sum(one.reconnections for one in row if isinstance(one, Reconnecting))}
+            for state, row in zip(self.states, self._endpoints, strict=True)
+        ]
 
 
 def _total(proxies: Sequence[dict[str, int]]) -> dict[str, int]:

@@ -189,3 +189,22 @@ def test_live_counters_answer_only_while_open() -> None:
         server.close()
         other.close()
     assert query(os.getpid()) == []
+
+
+def test_each_duration_is_in_the_bucket_that_it_is_shorter_than() -> None:
+    log = OperationLog()
+    microseconds = [0, 1, 2, 3, 4, 1023, 1024, 10**9]
+    for one in microseconds:
+        log.record("ll_combine", 1, 0, one * 1000 + 999)
+    assert list(log.durations()) == ["ll_combine"]
+    buckets = log.durations()["ll_combine"]
+    assert {bucket: count for bucket, count in enumerate(buckets) if count} == {
+        0: 1,
+        1: 1,
+        2: 2,
+        3: 1,
+        10: 1,
+        11: 1,
+        25: 1,
+    }
+    assert len(buckets) == 26

@@ -36,6 +36,9 @@ OPERATIONS = ("ll_dispatch", "ll_combine", "normal_dispatch", "normal_combine")
 
 #: Durations kept per operation for the percentiles; older ones are overwritten.
 _KEPT = 8192
+#: Of the histogram of durations: bucket b counts calls of less than 2**b us and not less than half of it, bucket 0 none
+#: that takes a microsecond, the last one also what is longer.
+_BUCKETS = 26
 #: Calls of all operations that are kept one by one.
 _LATEST = 256
 
@@ -59,6 +62,7 @@ class OperationLog:
     def __init__(self) -> None:
         self._counts: dict[str, dict[str, int]] = {op: {"count": 0, "tokens": 0, "rows": 0} for op in OPERATIONS}
         self._total = dict.fromkeys(OPERATIONS, 0)
+        self._histogram = {op: [0] * _BUCKETS for op in OPERATIONS}
         self._latest: collections.deque[tuple[float, str, int, float]] = collections.deque(maxlen=_LATEST)
         self._durations: dict[str, npt.NDArray[np.int64]] = {op: np.zeros(_KEPT, dtype=np.int64) for op in OPERATIONS}
 
@@ -75,6 +79,7 @@ class OperationLog:
         counts = self._counts[op]
         self._durations[op][counts["count"] % _KEPT] = nanoseconds
         self._total[op] += nanoseconds
+        self._histogram[op][min((nanoseconds // 1000).bit_length(), _BUCKETS - 1)] += 1
         self._latest.append((time.time(), op, tokens, nanoseconds / 1e9))
         counts["count"] += 1
         counts["tokens"] += tokens
@@ -86,6 +91,10 @@ class OperationLog:
         """The latest calls, newest last: when each ended (seconds since 1970), its operation, its tokens, and seconds
         inside it."""
         return list(self._latest.copy())
+
+    def durations(self) -> dict[str, list[int]]:
+        """By operation that was called: the calls in each of :data:`_BUCKETS`."""
+        return {op: list(buckets) for op, buckets in self._histogram.items() if self._counts[op]["count"]}
 
     def snapshot(self) -> dict[str, dict[str, float]]:
         """Counts, ``total_us`` of all calls, ``p50_us`` and ``p99_us`` of the latest, by operation (microseconds)."""

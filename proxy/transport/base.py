@@ -220,6 +220,15 @@ class Watchful(Protocol):
 
 
 @runtime_checkable
+class Reconnecting(Protocol):
+    """An endpoint whose connections are made again when they break."""
+
+    @property
+    def reconnections(self) -> int:
+        """How many were, while it was open; for any thread."""
+
+
+@runtime_checkable
 class Diagnosed(Protocol):
     """An endpoint that can tell which of its devices failed, once a function of its data path has."""
 

@@ -271,6 +271,11 @@ class TcpEndpoint:
         """Addresses for the proxy loop; valid from ``connect`` to ``close``."""
         return self._data_path
 
+    @property
+    def reconnections(self) -> int:
+        """Connections that broke and were made again."""
+        return 0 if self._mender is None else self._mender.reconnections
+
     def describe(self, peer: int) -> str:
         """How ``peer`` is reached."""
         return self._how[peer]

@@ -75,6 +75,9 @@ class Mender(TcpTalks):
         descriptors: of the connections, by (peer, connection); owned by the endpoint, which closes them at the end.
         set_keys: called with a link's index and what its new handshake came to, before the link goes on.
 
+    Attributes:
+        reconnections: how many were made again. Reader: any thread.
+
     Raises:
         TransportError: the operating system refuses a descriptor or the thread.
     """
@@ -91,6 +94,7 @@ class Mender(TcpTalks):
         set_keys: Callable[[int, Proven], None],
     ) -> None:
         super().__init__(me, listener, len(descriptors))
+        self.reconnections = 0
         self._where = where
         self._context = context
         self._links = links
@@ -311,6 +315,7 @@ class Mender(TcpTalks):
         broken = self._breaks.get(key)
         self._leave(key)
         self._mended[key] = now
+        self.reconnections += 1
         _log.warning(
             "rank %d: tcp connection %d to rank %d, %s, broke (%s) and was connected again after %.0f ms; "
             "%d frames are sent again",

@@ -63,13 +63,18 @@ def test_a_scrape_says_what_a_buffer_does(url: str) -> None:
     }
     assert found[key("uccl_ep_operations_total", operation="ll_dispatch")] == 3
     assert found[key("uccl_ep_operation_tokens_total", operation="ll_combine")] == 24
-    assert found[key("uccl_ep_operation_seconds_total", operation="ll_combine")] > 0
+    assert found[key("uccl_ep_operation_seconds_sum", operation="ll_combine")] > 0
+    assert found[key("uccl_ep_operation_seconds_count", operation="ll_combine")] == 3
+    assert found[key("uccl_ep_operation_seconds_bucket", operation="ll_combine", le="16.777216")] == 3
+    assert found[key("uccl_ep_operation_seconds_bucket", operation="ll_combine", le="4e-06")] == 0
+    assert found[key("uccl_ep_reconnections_total", connection="proxy")] == 0
     assert found[key("uccl_ep_operation_latest_seconds", operation="ll_dispatch", quantile="0.5")] > 0
     assert found[key("uccl_ep_wait_seconds")] == 0
     assert found[key("uccl_ep_epoch")] == buffer.stats()["epoch"]
     names = {metric.scraped for metric in export.METRICS}
-    # alone a rank has peers of no kind and waits for none
-    assert names - {name for name, _ in found} == {"uccl_ep_waiting_samples_total"}
+    # alone a rank has peers of no kind, waits for none and writes to none
+    missing = {"uccl_ep_waiting_samples_total", "uccl_ep_proxy_write_seconds"}
+    assert names - {name.removesuffix("_bucket") for name, _ in found} == missing
     buffer.destroy()
     until = time.monotonic() + 10.0
     while scraped(url):  # an answer is good for a second
@@ -95,6 +100,28 @@ def test_one_that_does_not_answer_is_down_under_the_rank_that_it_had(monkeypatch
     assert not any(family.samples for family in others)
 
 
+def test_buckets_of_a_histogram_are_cumulative_and_in_seconds() -> None:
+    counters = {"latency": {"0": [1, *[0] * 10, 2, *[0] * 28], "7": [*[0] * 11, 1, *[0] * 27, 4]}}
+    (metric,) = (metric for metric in export.METRICS if metric.name == "uccl_ep_proxy_write_seconds")
+    ((labels, value),) = metric.samples(counters)
+    assert isinstance(value, export.Distribution)
+    found = dict(value.buckets)
+    assert (labels, value.total) == ((), None)
+    # what is shorter than 4 us is in the first: of 2 ns and of 4,096
+    assert list(found)[:2] == ["4.096e-06", "8.192e-06"]
+    assert set(found.values()) == {4, 8}
+    assert found["+Inf"] == 8
+    assert list(found)[-2] == "34.3597384"
+
+
+@pytest.mark.parametrize("name", ["ops", "durations", "latency", "waits", "bytes_sent", "ring_depth"])
+def test_an_answer_of_no_buffer_spoils_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = {"rank": 3, "state": "ok", "epoch": 1, "ops": {}, "waits": {}, name: {"ll_dispatch": "much"}}
+    monkeypatch.setattr(export, "read_all", lambda: {Served(0, 7, 2): Reading(7, counters)})
+    families = {family.name: family for family in export.Buffers().collect()}
+    assert [sample.value for sample in families["uccl_ep_epoch"].samples] == [1]
+
+
 def test_a_port_that_is_taken_is_named() -> None:
     code = (
         "import socket, subprocess, sys; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen();"
@@ -108,6 +135,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 def test_metrics_that_the_documentation_names_are_there() -> None:
     known = {"uccl_ep_up", *(metric.scraped for metric in export.METRICS)}
+    known.add("uccl_ep_operation_seconds_bucket")
     page = (ROOT / "docs/operating.md").read_text()
     named = set(re.findall(r"\buccl_ep_\w+", page)) - {"uccl_ep_serving"}
     assert named == known

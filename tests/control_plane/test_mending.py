@@ -112,10 +112,10 @@ def test_between_two_steps(how: str, caplog: pytest.LogCaptureFixture) -> None:
         rounds(mesh, 3)
         stopped = mesh.liveness.stopped
         leave(mesh)
-        return stopped or "fine"
+        return stopped or mesh.reconnections
 
-    assert ranks(3, body) == ["fine"] * 3
-    assert "was connected again" in caplog.text
+    found = ranks(3, body)
+    assert sum(found) == caplog.text.count("was connected again") >= 3
 
 
 @pytest.mark.usefixtures("often")

@@ -54,6 +54,16 @@ def _until(condition: object, seconds: float = 10.0) -> None:
         time.sleep(0.001)
 
 
+def test_reconnections_of_all_proxies_are_counted() -> None:
+    world = World(2, 1 << 12, proxies=2)
+    service = world.services[0]
+    assert service.totals()["reconnections"] == 0
+    for row, count in zip(service._endpoints, (2, 3), strict=True):
+        row[0].reconnections = count  # type: ignore[attr-defined]
+    assert [one["reconnections"] for one in service.counters()["proxies"]] == [2, 3]
+    assert service.totals()["reconnections"] == 5
+
+
 def test_threads_carry_messages_both_ways() -> None:
     world = World(2, 1 << 16, proxies=2)
     links = [

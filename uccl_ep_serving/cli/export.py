@@ -6,14 +6,15 @@ neither import this nor listen on a port.
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import typer
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from uccl_ep_serving.cli.top import MISSING, read_all, ways
@@ -25,14 +26,29 @@ __all__ = ["METRICS", "Buffers", "Metric", "app"]
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 Counters = Mapping[str, Any]
+Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 #: By the values of a metric's own labels.
-Samples = Iterator[tuple[tuple[str, ...], float]]
+Samples = Iterator[tuple[tuple[str, ...], "float | Distribution"]]
 
 _FRESH_SECONDS = 1.0
+#: Ends of the first and the last bucket of a histogram, in seconds.
+_SHORTEST, _LONGEST = 4e-6, 40.0
 #: Who connects and says nothing is let go after so long.
 _IDLE_SECONDS = 10.0
 #: Which Buffer a sample is of: the process as this one counts it, the Buffer's number in it, and its EP rank.
 _LABELS = ("pid", "buffer", "rank")
+
+
+class Distribution(NamedTuple):
+    """Of a histogram.
+
+    Attributes:
+        buckets: upper end of each in seconds, as text, with how many were below it; the last is ``+Inf``.
+        total: seconds of all, None where nobody knows.
+    """
+
+    buckets: list[tuple[str, int]]
+    total: float | None
 
 
 class Metric(NamedTuple):
@@ -40,14 +56,14 @@ class Metric(NamedTuple):
 
     Attributes:
         name: with the unit; counters get ``_total`` behind it.
-        only_grows: a counter; else a gauge.
+        family: what kind it is.
         meaning: in words.
         labels: besides those of the Buffer.
         samples: of what a Buffer answered.
     """
 
     name: str
-    only_grows: bool
+    family: type[Family]
     meaning: str
     labels: tuple[str, ...]
     samples: Callable[[Counters], Samples]
@@ -55,7 +71,7 @@ class Metric(NamedTuple):
     @property
     def scraped(self) -> str:
         """Its name in an answer."""
-        return f"{self.name}_total" if self.only_grows else self.name
+        return f"{self.name}_total" if self.family is CounterMetricFamily else self.name
 
 
 def _one(name: str, divisor: float = 1) -> Callable[[Counters], Samples]:
@@ -83,6 +99,33 @@ def _latest(counters: Counters) -> Samples:
                 yield (operation, quantile), one[name] / 1e6
 
 
+def _distribution(counts: Sequence[int], first_end: float, total: float | None) -> Distribution:
+    """Of buckets whose ends double from ``first_end`` on, in seconds, and of which the last has no end; those that are
+    shorter than anything of interest are one."""
+    below = list(itertools.accumulate(counts))
+    ends = [first_end * 2**index for index in range(len(counts))]
+    named = [
+        (f"{end:.9g}", count) for end, count in zip(ends[:-1], below, strict=False) if _SHORTEST <= end <= _LONGEST
+    ]
+    return Distribution([*named, ("+Inf", below[-1])], total)
+
+
+def _durations(counters: Counters) -> Samples:
+    for operation, counts in counters.get("durations", {}).items():
+        yield (operation,), _distribution(counts, 1e-6, counters["ops"][operation]["total_us"] / 1e6)
+
+
+def _writes(counters: Counters) -> Samples:
+    if latency := counters.get("latency"):
+        yield (), _distribution([sum(column) for column in zip(*latency.values(), strict=True)], 2e-9, None)
+
+
+def _reconnections(counters: Counters) -> Samples:
+    for connection, name in (("control", "control_reconnections"), ("proxy", "reconnections")):
+        if name in counters:
+            yield (connection,), counters[name]
+
+
 def _peers(counters: Counters) -> Samples:
     for way, count in ways(counters).items():
         yield (way,), count
@@ -106,72 +149,120 @@ def _waiting(counters: Counters) -> Samples:
 
 
 METRICS = (
-    Metric("uccl_ep_state", False, "1 for how the rank stands, 0 for what else there is", ("state",), _state),
-    Metric("uccl_ep_epoch", False, "how often the ranks have rebuilt their windows", (), _one("epoch")),
-    Metric("uccl_ep_opened_timestamp_seconds", False, "when the Buffer was opened", (), _one("opened")),
-    Metric("uccl_ep_peers", False, "other ranks, by the way to them; masked and lost ones", ("way",), _peers),
+    Metric(
+        "uccl_ep_state", GaugeMetricFamily, "1 for how the rank stands, 0 for what else there is", ("state",), _state
+    ),
+    Metric("uccl_ep_epoch", GaugeMetricFamily, "how often the ranks have rebuilt their windows", (), _one("epoch")),
+    Metric("uccl_ep_opened_timestamp_seconds", GaugeMetricFamily, "when the Buffer was opened", (), _one("opened")),
+    Metric(
+        "uccl_ep_peers", GaugeMetricFamily, "other ranks, by the way to them; masked and lost ones", ("way",), _peers
+    ),
     Metric(
         "uccl_ep_operations",
-        True,
+        CounterMetricFamily,
         "dispatches and combines; what captured graphs replay is not counted",
         ("operation",),
         _by_operation("count"),
     ),
-    Metric("uccl_ep_operation_tokens", True, "tokens given to them", ("operation",), _by_operation("tokens")),
+    Metric(
+        "uccl_ep_operation_tokens", CounterMetricFamily, "tokens given to them", ("operation",), _by_operation("tokens")
+    ),
     Metric(
         "uccl_ep_operation_rows",
-        True,
+        CounterMetricFamily,
         "rows sent to other ranks, 0 where the host does not know them",
         ("operation",),
         _by_operation("rows"),
     ),
     Metric(
         "uccl_ep_operation_seconds",
-        True,
+        HistogramMetricFamily,
         "time inside the calls, on a GPU the host's part alone; long where a rank waits for another",
         ("operation",),
-        _by_operation("total_us", 1e6),
+        _durations,
     ),
     Metric(
         "uccl_ep_operation_latest_seconds",
-        False,
+        GaugeMetricFamily,
         "median and 99th percentile of the latest 8,192 calls",
         ("operation", "quantile"),
         _latest,
     ),
     Metric(
         "uccl_ep_wait_seconds",
-        False,
+        GaugeMetricFamily,
         "how long the operation under way has waited for others, 0 while none does",
         (),
         lambda counters: _one("seconds")(counters["waits"]),
     ),
     Metric(
         "uccl_ep_wait_samples",
-        True,
+        CounterMetricFamily,
         "looks at for whom the rank waits",
         (),
         lambda counters: _one("samples")(counters["waits"]),
     ),
     Metric(
         "uccl_ep_waiting_samples",
-        True,
+        CounterMetricFamily,
         "those in which it waited for this peer: divided by the looks, the part of the time that a straggler costs",
         ("peer",),
         _waited,
     ),
-    Metric("uccl_ep_proxy_sent_bytes", True, "bytes that proxies have sent", (), _one("bytes_sent")),
-    Metric("uccl_ep_proxy_received_bytes", True, "bytes that have come through proxies", (), _one("bytes_received")),
-    Metric("uccl_ep_proxy_messages_sent", True, "messages that proxies have sent", (), _one("messages_sent")),
-    Metric("uccl_ep_proxy_messages_received", True, "messages that have come", (), _one("messages_received")),
-    Metric("uccl_ep_proxy_writes", True, "writes that proxies have posted", (), _one("writes")),
-    Metric("uccl_ep_proxy_held_back", True, "writes that came before an earlier one", (), _one("held_back")),
-    Metric("uccl_ep_proxy_duplicates", True, "writes that came twice", (), _one("duplicates")),
-    Metric("uccl_ep_proxy_busy_posts", True, "posts that the transport refused as busy", (), _one("retries")),
-    Metric("uccl_ep_proxy_sleeps", True, "times that an idle proxy slept", (), _one("sleeps")),
-    Metric("uccl_ep_proxy_waiting_commands", False, "commands in rings and queues", (), _waiting),
-    Metric("uccl_ep_proxy_in_flight_bytes", False, "bytes posted and not completed", (), _one("bytes_in_flight")),
+    Metric("uccl_ep_proxy_sent_bytes", CounterMetricFamily, "bytes that proxies have sent", (), _one("bytes_sent")),
+    Metric(
+        "uccl_ep_proxy_received_bytes",
+        CounterMetricFamily,
+        "bytes that have come through proxies",
+        (),
+        _one("bytes_received"),
+    ),
+    Metric(
+        "uccl_ep_proxy_messages_sent", CounterMetricFamily, "messages that proxies have sent", (), _one("messages_sent")
+    ),
+    Metric(
+        "uccl_ep_proxy_messages_received", CounterMetricFamily, "messages that have come", (), _one("messages_received")
+    ),
+    Metric("uccl_ep_proxy_writes", CounterMetricFamily, "writes that proxies have posted", (), _one("writes")),
+    Metric(
+        "uccl_ep_proxy_held_back", CounterMetricFamily, "writes that came before an earlier one", (), _one("held_back")
+    ),
+    Metric("uccl_ep_proxy_duplicates", CounterMetricFamily, "writes that came twice", (), _one("duplicates")),
+    Metric(
+        "uccl_ep_proxy_busy_posts", CounterMetricFamily, "posts that the transport refused as busy", (), _one("retries")
+    ),
+    Metric(
+        "uccl_ep_proxy_write_seconds",
+        HistogramMetricFamily,
+        "from posting a write to its completion, one at a time; begins anew when windows are rebuilt, has no sum",
+        (),
+        _writes,
+    ),
+    Metric(
+        "uccl_ep_reconnections",
+        CounterMetricFamily,
+        "TCP connections that broke and were made again, between the hosts of the ranks and of their proxies",
+        ("connection",),
+        _reconnections,
+    ),
+    Metric("uccl_ep_proxy_sleeps", CounterMetricFamily, "times that an idle proxy slept", (), _one("sleeps")),
+    Metric("uccl_ep_proxy_waiting_commands", GaugeMetricFamily, "commands in rings and queues", (), _waiting),
+    Metric(
+        "uccl_ep_proxy_in_flight_bytes",
+        GaugeMetricFamily,
+        "bytes posted and not completed",
+        (),
+        _one("bytes_in_flight"),
+    ),
 )
+
+
+def _samples(metric: Metric, counters: Counters) -> list[tuple[tuple[str, ...], float | Distribution]]:
+    """Those of a Buffer; none of who answers something else: root asks processes of any user."""
+    try:
+        return list(metric.samples(counters))
+    except (TypeError, ValueError, LookupError, AttributeError):
+        return []
 
 
 class Buffers(Collector):
@@ -183,7 +274,7 @@ class Buffers(Collector):
         self._latest: Mapping[Served, Reading] = {}
         self._due = 0.0
 
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+    def collect(self) -> Iterator[Family]:
         """What every Buffer says now."""
         found = self._readings()
         up = GaugeMetricFamily("uccl_ep_up", "1 for a Buffer that answers, 0 for one that does not", labels=_LABELS)
@@ -196,11 +287,10 @@ class Buffers(Collector):
         self._ranks = {one: rank for one, rank in self._ranks.items() if one in found}
         yield up
         for metric in METRICS:
-            family = CounterMetricFamily if metric.only_grows else GaugeMetricFamily
-            told = family(metric.name, metric.meaning, labels=(*_LABELS, *metric.labels))
+            told = metric.family(metric.name, metric.meaning, labels=(*_LABELS, *metric.labels))
             for labels, counters in named:
-                for values, value in metric.samples(counters):
-                    told.add_metric([*labels, *values], value)
+                for values, value in _samples(metric, counters):
+                    told.add_metric([*labels, *values], *(value if isinstance(value, Distribution) else (value,)))
             yield told
 
     def _readings(self) -> Mapping[Served, Reading]:

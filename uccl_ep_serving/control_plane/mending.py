@@ -66,6 +66,7 @@ class Mending(Talks):
 
     Attributes:
         restored: called with a link that goes on with another socket.
+        reconnections: how many were made again. Reader: any thread.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Mending(Talks):
     ) -> None:
         super().__init__(me, listener, len(links), selector)
         self.restored: Callable[[Link], None] = lambda link: None
+        self.reconnections = 0
         self._cards = cards
         self._links = links
         self._is_left = is_left
@@ -230,6 +232,7 @@ class Mending(Talks):
         self._leave(proven.peer)
         link.socket, link.seal = talk.socket, Seal(proven.send_key, proven.receive_key)
         self._mended[proven.peer] = time.monotonic()
+        self.reconnections += 1
         try:
             again = link.outbox.resume(link.socket, proven.count, link.seal)
         except ValueError as error:

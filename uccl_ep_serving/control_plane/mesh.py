@@ -140,6 +140,11 @@ class ControlMesh:
         self._mending.restored = self._watch_link
         self._start_reader()
 
+    @property
+    def reconnections(self) -> int:
+        """Control connections that broke and were made again; for any thread."""
+        return 0 if self._mending is None else self._mending.reconnections
+
     def _say_address(self, introduction: Introduction) -> None:
         """Where this rank listens and why; what may be wrong with it matters to ranks on other hosts only."""
         several = len({card.host for card in introduction.cards}) > 1

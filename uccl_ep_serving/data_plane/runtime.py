@@ -397,6 +397,8 @@ class Runtime:
             "masked": sorted(self._liveness.masked),
             "lost": list(self._liveness.lost),
             "ops": self.operations.snapshot(),
+            "durations": self.operations.durations(),
+            "control_reconnections": self._mesh.reconnections,
             **counters,
             **add_up(self._epochs.ended, {name: counters[name] for name in self._epochs.ended if name in counters}),
         }
