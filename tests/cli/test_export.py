@@ -114,14 +114,6 @@ def test_buckets_of_a_histogram_are_cumulative_and_in_seconds() -> None:
     assert list(found)[-2] == "34.3597384"
 
 
-@pytest.mark.parametrize("name", ["ops", "durations", "latency", "waits", "bytes_sent", "ring_depth"])
-def test_an_answer_of_no_buffer_spoils_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    counters = {"rank": 3, "state": "ok", "epoch": 1, "ops": {}, "waits": {}, name: {"ll_dispatch": "much"}}
-    monkeypatch.setattr(export, "read_all", lambda: {Served(0, 7, 2): Reading(7, counters)})
-    families = {family.name: family for family in export.Buffers().collect()}
-    assert [sample.value for sample in families["uccl_ep_epoch"].samples] == [1]
-
-
 def test_a_port_that_is_taken_is_named() -> None:
     code = (
         "import socket, subprocess, sys; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen();"

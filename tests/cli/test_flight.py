@@ -195,3 +195,16 @@ def test_a_directory_without_records_says_what_to_do(tmp_path: Path) -> None:
     assert shown.exit_code == 1
     assert f"Next step: start the job with UCCL_EP_FLIGHT_RECORDER={tmp_path}" in shown.output.replace("\n", "")
     assert flight(str(tmp_path), "--json").exit_code == 1
+
+
+def test_the_calls_of_all_ranks_become_a_timeline(tmp_path: Path) -> None:
+    write(tmp_path, 1, waits_for=wait(3))
+    write(tmp_path, 2)
+    file = tmp_path / "timeline.json"
+    assert flight(str(tmp_path), "--timeline", str(file)).exit_code == 0
+    events = json.loads(file.read_text())
+    calls = sorted((event["ts"], event["name"]) for event in events if event["ph"] == "X" and event["tid"] == 1)
+    under_way = [(991.5e6, "low_latency_combine, under way"), (992.5e6, "low_latency_combine, under way")]
+    assert calls == [(989.999e6, "ll_dispatch"), (989.999e6, "ll_dispatch"), *under_way]
+    assert [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 2] == ["rank 3"]
+    assert flight(str(tmp_path), "--timeline", str(tmp_path / "nowhere" / "x.json")).exit_code == 1

@@ -24,7 +24,11 @@ def counters(factor: int = 1, **changes: Any) -> dict[str, Any]:
     return {
         "rank": 1,
         "world": 4,
+        "host": "here",
+        "pid": 7,
         "opened": 1000.0,
+        "time": 1002.0,
+        "calls": [],
         "state": "ok",
         "why": "",
         "running": None,
@@ -44,10 +48,11 @@ def counters(factor: int = 1, **changes: Any) -> dict[str, Any]:
                 "count": 100 * factor,
                 "tokens": 6400 * factor,
                 "rows": 12000 * factor,
+                "total_us": 9000.0,
                 "p50_us": 80.0,
                 "p99_us": 200.0,
             },
-            "ll_combine": {"count": 0, "tokens": 0, "rows": 0, "p50_us": 0.0, "p99_us": 0.0},
+            "ll_combine": {"count": 0, "tokens": 0, "rows": 0, "total_us": 0.0, "p50_us": 0.0, "p99_us": 0.0},
         },
         **changes,
     }
@@ -141,7 +146,18 @@ def test_a_straggler_is_named_by_those_that_wait_for_it() -> None:
     assert row[9] == "rank 0, for 4 s"
 
 
-@pytest.mark.parametrize("strange", [{}, {"rank": "1"}, counters(ops={"ll_dispatch": 3}), counters(waits={})])
+@pytest.mark.parametrize(
+    "strange",
+    [
+        {},
+        {"rank": "1"},
+        counters(ops={"ll_dispatch": 3}),
+        counters(waits={}),
+        counters(bytes_sent="much"),
+        counters(calls=[1]),
+        counters(latency={"0": []}),
+    ],
+)
 def test_answers_of_no_buffer_are_none(strange: dict[str, Any]) -> None:
     assert top._understood(Reading(7, strange)) == Reading(7, None)
     assert top._understood(Reading(7, counters())) == Reading(7, counters())

@@ -111,13 +111,14 @@ def _distribution(counts: Sequence[int], first_end: float, total: float | None) 
 
 
 def _durations(counters: Counters) -> Samples:
-    for operation, counts in counters.get("durations", {}).items():
-        yield (operation,), _distribution(counts, 1e-6, counters["ops"][operation]["total_us"] / 1e6)
+    for operation, one in counters["ops"].items():
+        if counts := counters.get("durations", {}).get(operation):
+            yield (operation,), _distribution(counts, 1e-6, one["total_us"] / 1e6)
 
 
 def _writes(counters: Counters) -> Samples:
     if latency := counters.get("latency"):
-        yield (), _distribution([sum(column) for column in zip(*latency.values(), strict=True)], 2e-9, None)
+        yield (), _distribution([sum(column) for column in zip(*latency.values(), strict=False)], 2e-9, None)
 
 
 def _reconnections(counters: Counters) -> Samples:
@@ -257,14 +258,6 @@ METRICS = (
 )
 
 
-def _samples(metric: Metric, counters: Counters) -> list[tuple[tuple[str, ...], float | Distribution]]:
-    """Those of a Buffer; none of who answers something else: root asks processes of any user."""
-    try:
-        return list(metric.samples(counters))
-    except (TypeError, ValueError, LookupError, AttributeError):
-        return []
-
-
 class Buffers(Collector):
     """Reads the Buffers of this host at each scrape."""
 
@@ -289,7 +282,7 @@ class Buffers(Collector):
         for metric in METRICS:
             told = metric.family(metric.name, metric.meaning, labels=(*_LABELS, *metric.labels))
             for labels, counters in named:
-                for values, value in _samples(metric, counters):
+                for values, value in metric.samples(counters):
                     told.add_metric([*labels, *values], *(value if isinstance(value, Distribution) else (value,)))
             yield told
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from uccl_ep_serving.cli.console import plain, wide_console
+from uccl_ep_serving.cli.timeline import Call, Sample, Track, write
 from uccl_ep_serving.data_plane.flight_recorder import SUFFIX
 from uccl_ep_serving.protocol.command import MAX_RANKS
 
@@ -210,6 +211,12 @@ def _ranks(which: Iterable[int]) -> str:
     return f"rank{'s' * (len(names) > 1)} {', '.join(names)}"
 
 
+def _track(record: Record) -> tuple[int, Track]:
+    """For a timeline, of a Buffer whose number in its process nobody wrote."""
+    stats = msgspec.to_builtins(record.stats)
+    return 0, Track([Sample(record.stats.time, stats)], dict.fromkeys(map(Call._make, record.calls)))
+
+
 def _table(flight: Flight) -> Table:
     when = datetime.fromtimestamp(flight.time).astimezone().isoformat(" ", "seconds")
     table = Table(*_COLUMNS, title=f"group {flight.group}, {when}", title_justify="left")
@@ -240,19 +247,24 @@ def command(
     group: Annotated[str, typer.Option(help="Name of a group; without one, that of the latest failure.")] = "",
     rank: Annotated[list[int] | None, typer.Option(help="Show its latest calls and all its threads as well.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings for machines.")] = False,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write the latest calls of all ranks to this file, a trace for ui.perfetto.dev.")
+    ] = None,
 ) -> None:
     """Read what ranks wrote when they could not go on: who waited for whom, in which operation, and where each stood.
 
-    Exit status 1 when there is no record.
+    Exit status 1 when there is no record, or the timeline cannot be written.
     """
-    raise typer.Exit(run(directory, group, rank or [], as_json))
+    raise typer.Exit(run(directory, group, rank or [], as_json, timeline))
 
 
-def run(place: Path, group: str, ranks: Sequence[int], as_json: bool) -> int:
+def run(place: Path, group: str, ranks: Sequence[int], as_json: bool, timeline: Path | None = None) -> int:
     """Print one group's records. Returns the exit status, as the command says."""
     flights, console = read(place), wide_console()
     wanted = [flight for flight in flights if not group or flight.group == group]
     shown = wanted[0] if wanted else Flight(group, 0.0, {}, [])
+    if timeline is not None and shown.records and not write(timeline, map(_track, shown.records.values())):
+        return 1
 
     def say(lines: Iterable[str]) -> None:
         for line in lines:

@@ -55,6 +55,10 @@ _COMMANDS = {
         "top",
         "Show what the open Buffers of this machine's processes are doing: rates, queues, p50 and p99 of operations.",
     ),
+    "timeline": (
+        "timeline",
+        "Write what the ranks of this machine call, and for whom they wait, as a trace for ui.perfetto.dev.",
+    ),
     "flight": (
         "flight",
         "Read what ranks wrote when they could not go on (UCCL_EP_FLIGHT_RECORDER): who waited for whom, and where.",

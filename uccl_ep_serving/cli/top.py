@@ -80,21 +80,61 @@ class _Wait(msgspec.Struct):
     peer: int
 
 
+class _Running(msgspec.Struct):
+    call: str
+    seconds: float
+
+
+class _Operation(msgspec.Struct):
+    count: int
+    tokens: int
+    rows: int
+    total_us: float
+    p50_us: float
+    p99_us: float
+
+
+_Buckets = Annotated[list[int], msgspec.Meta(min_length=1)]
+
+
 class _Told(msgspec.Struct):
-    """What is shown of an answer. Root asks processes of any user: they may answer anything."""
+    """What is shown of an answer, here and by ``export`` and ``timeline``. Root asks processes of any user: they may
+    answer anything."""
 
     rank: int
     world: int
+    host: str
+    pid: int
     opened: float
+    time: float
     state: str
     waits: _Waits
-    ops: dict[str, dict[str, float]]
+    ops: dict[str, _Operation]
+    calls: list[tuple[float, str, int, float]] = []
     why: str = ""
     epoch: int = 0
+    running: _Running | None = None
     waits_for: _Wait | None = None
     masked: list[int] = []
     lost: list[int] = []
     transport_by_peer: dict[str, str] = {}
+    durations: dict[str, _Buckets] = {}
+    latency: dict[str, _Buckets] = {}
+    control_reconnections: int = 0
+    reconnections: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    writes: int = 0
+    held_back: int = 0
+    duplicates: int = 0
+    retries: int = 0
+    sleeps: int = 0
+    ring_depth: int = 0
+    queue_depth: int = 0
+    writes_in_flight: int = 0
+    bytes_in_flight: int = 0
 
 
 def _understood(reading: Reading | None) -> Reading | None:

@@ -112,7 +112,7 @@ class Runtime:
                 recorder.group = introduction.group
             self._mesh.connect(introduction)
             self._epochs.start(introduction)
-            self._live = LiveServer(self.stats)
+            self._live = LiveServer(lambda: {**self.stats(), "calls": self.operations.latest()})
         except BaseException:
             self._teardown(time.monotonic() + 1.0)
             raise
