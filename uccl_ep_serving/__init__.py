@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .as_deep_ep import install_as_deep_ep
     from .buffer import Buffer, Config
     from .config import Settings
     from .errors import (
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
         TransportError,
         UcclEpError,
     )
-    from .handles import EventOverlap
+    from .handles import EventHandle, EventOverlap, topk_idx_t
 
 __all__ = [
     "BootstrapError",
     "Buffer",
     "Config",
     "ConfigError",
+    "EventHandle",
     "EventOverlap",
     "Evicted",
     "PeerError",
@@ -41,9 +43,19 @@ __all__ = [
     "Settings",
     "TransportError",
     "UcclEpError",
+    "install_as_deep_ep",
+    "topk_idx_t",
 ]
 
-_HOME = {"Buffer": ".buffer", "Config": ".buffer", "EventOverlap": ".handles", "Settings": ".config"}
+_HOME = {
+    "Buffer": ".buffer",
+    "Config": ".buffer",
+    "EventHandle": ".handles",
+    "EventOverlap": ".handles",
+    "Settings": ".config",
+    "install_as_deep_ep": ".as_deep_ep",
+    "topk_idx_t": ".handles",
+}
 
 
 def __getattr__(name: str) -> Any:

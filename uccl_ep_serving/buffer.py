@@ -23,7 +23,7 @@ from .data_plane.runtime import Runtime
 from .data_plane.turn import Turn, in_turn
 from .errors import ConfigError, UcclEpError
 from .gpu.program_budget import DEFAULT_SMS
-from .handles import EventOverlap, LowLatencyHandle, NormalHandle
+from .handles import EventHandle, EventOverlap, LowLatencyHandle, NormalHandle
 from .kernels.select import cpu_groups
 from .modes.arguments import check_integer
 from .modes.epoch import check_interrupted
@@ -247,11 +247,7 @@ class Buffer:
     @staticmethod
     def capture() -> EventOverlap:
         """An event for what the current stream has been given so far."""
-        if not torch.cuda.is_initialized():
-            return EventOverlap()
-        event = torch.cuda.Event()
-        event.record()
-        return EventOverlap(event)
+        return EventOverlap(EventHandle()) if torch.cuda.is_initialized() else EventOverlap()
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -286,10 +282,16 @@ class Buffer:
         """A CPU tensor over this rank's normal-mode heap, for inspection; ``offset`` in bytes, ``size`` by default all.
 
         Raises:
-            ConfigError: a part that does not lie in the heap or is not aligned to ``dtype``; or the Buffer serves
-                tensors on a device without UCCL_EP_WINDOW=host, so that the heap may lie in GPU memory.
+            ConfigError: ``use_rdma_buffer``: there is no second buffer. A part that does not lie in the heap or is not
+                aligned to ``dtype``. The Buffer serves tensors on a device without UCCL_EP_WINDOW=host, so that the
+                heap may lie in GPU memory.
         """
         where, layout = "get_local_buffer_tensor", self.runtime.layout
+        if use_rdma_buffer:
+            raise ConfigError(
+                f"{where}: use_rdma_buffer=True: a Buffer has one window, where results may lie that are still in "
+                "use. Next step: allocate a tensor of your own for what you keep there"
+            )
         if self._gpu is not None and self.runtime.settings.window != "host":
             raise ConfigError(
                 f"{where}: UCCL_EP_WINDOW={self.runtime.settings.window}, so kernels may use a window in GPU memory, "

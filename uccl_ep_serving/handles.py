@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
 from .errors import ConfigError
 
 __all__ = [
-    "DispatchOrigin",
+    "MADE_ON_CPU",
+    "MADE_ON_DEVICE",
+    "About",
+    "EventHandle",
     "EventOverlap",
-    "GpuNodeRoute",
     "LowLatencyHandle",
     "NodeRoute",
     "NormalGpuHandle",
     "NormalHandle",
     "StreamEvent",
+    "TensorHandle",
+    "topk_idx_t",
     "wait_for",
 ]
+
+
+#: DeepEP's name for the dtype of expert ids.
+topk_idx_t = torch.int64
 
 
 class StreamEvent(Protocol):
@@ -56,6 +65,23 @@ class EventOverlap:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.current_stream_wait()
+
+
+class EventHandle:
+    """DeepEP's event: what the current stream had been given when this was made; on CPUs nothing, which is over."""
+
+    def __init__(self) -> None:
+        self._event: StreamEvent | None = None
+        if torch.cuda.is_initialized():
+            self._event = event = torch.cuda.Event()
+            event.record()
+
+    def wait(self) -> None:
+        """Make the current stream wait for it."""
+        if self._event is not None:
+            self._event.wait()
+
+    current_stream_wait = wait
 
 
 def wait_for(event: EventOverlap | None) -> None:
@@ -135,24 +161,79 @@ class LowLatencyHandle(tuple[Any, ...]):
         return result
 
 
-class DispatchOrigin(NamedTuple):
-    """Which normal-mode dispatch a handle comes from.
+class About(NamedTuple):
+    """What a normal-mode handle says of its dispatch: its first tensor, int64 on the CPU.
 
     Attributes:
-        owner: the ``Normal`` that made it.
-        epoch, number: of the dispatch, -1 before it has run; equal on all ranks.
-        tokens: tokens of this rank.
+        kind: MADE_ON_CPU or MADE_ON_DEVICE.
+        rank, ranks: this rank, and those of the group.
+        opening: which opening of a group the Buffer was, equal on all ranks.
+        epoch, number: of the dispatch, equal on all ranks; on a device the number stands in a tensor of its own.
+        tokens: of this rank.
+        received: rows received from all ranks; on a device 0.
+        capacity: rows of the tensor that dispatch returned (more than received with ``num_worst_tokens``).
+        remote_rows: on a device, rows for other ranks, -1 where the host reads nothing back.
+        channels: on a device, that the rows are dealt to.
+        node_ranks: on a device, ranks of a node where rows passed through forwarders, else 0.
     """
 
-    owner: Any
+    kind: int
+    rank: int
+    ranks: int
+    opening: int
     epoch: int
     number: int
     tokens: int
+    received: int = 0
+    capacity: int = 0
+    remote_rows: int = -1
+    channels: int = 0
+    node_ranks: int = 0
 
     @property
-    def name(self) -> tuple[int, int]:
-        """(epoch, number)"""
-        return self.epoch, self.number
+    def origin(self) -> tuple[int, int, int]:
+        """(opening, epoch, number): the name of the dispatch."""
+        return self.opening, self.epoch, self.number
+
+
+#: Of :class:`About`: "UCEH" and a number.
+MADE_ON_CPU, MADE_ON_DEVICE = 0x5543_4548_01, 0x5543_4548_02
+
+
+class TensorHandle(tuple[torch.Tensor, ...]):
+    """What a normal-mode dispatch hands to combine and to cached dispatches: tensors alone, first an :class:`About`.
+
+    So ``ctx.save_for_backward(*handle)`` keeps one for autograd, and ``ctx.saved_tensors`` is one again, whatever has
+    become of the tensors in between. It is of its rank and group, and of no Buffer.
+    """
+
+    about: About
+
+    @classmethod
+    def of(cls, about: About, *tensors: torch.Tensor) -> Self:
+        """A handle of these."""
+        handle = cls((torch.tensor(about, dtype=torch.int64, device="cpu"), *tensors))
+        handle.about = about
+        return handle
+
+    @classmethod
+    def again(cls, tensors: Sequence[torch.Tensor]) -> Self:
+        """The handle that ``tensors`` were taken from. Raises ValueError where the first is none of a handle."""
+        handle = cls(tensors)
+        first = handle[0]
+        if first.dtype != torch.int64 or first.device.type != "cpu" or first.shape != (len(About._fields),):
+            raise ValueError
+        handle.about = About(*first.tolist())
+        return handle
+
+    def _lies_on(self, device: torch.device) -> bool:
+        """Whether all but the first are on ``device`` and as they were made, as far as that is to be seen."""
+        route, marks = self[1:3]
+        return (
+            all(one.device == device and one.is_contiguous() for one in self[1:])
+            and (route.dtype, marks.dtype) == (torch.int64, torch.bool)
+            and marks.shape == (self.about.tokens, self.about.ranks)
+        )
 
 
 class NodeRoute(NamedTuple):
@@ -171,71 +252,91 @@ class NodeRoute(NamedTuple):
     relay_rows: torch.Tensor | None = None
     relay_marks: torch.Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Those that are there."""
+        return tuple(one for one in self if one is not None)
 
-class NormalHandle(NamedTuple):
-    """What a normal-mode dispatch hands to combine and to cached dispatches.
 
-    Attributes:
-        route: int64, what ``kernels.blocks.normal`` calls the route: R rows sent to each rank, R rows received from
-            each, then, as int32, token indices sent to rank 0, to rank 1, and so on; what follows is undefined.
-        received: rows received from all ranks.
-        capacity: rows of the tensor that dispatch returned (more than received with ``num_worst_tokens``).
-        is_token_in_rank: bool [tokens, R].
-        origin: the dispatch it comes from.
-        nodes: what went over the rails, None when each rank was sent its rows directly.
-    """
+class NormalHandle(TensorHandle):
+    """Of a dispatch on CPUs."""
 
-    route: torch.Tensor
-    received: int
-    capacity: int
-    is_token_in_rank: torch.Tensor
-    origin: DispatchOrigin
-    nodes: NodeRoute | None = None
+    @classmethod
+    def build(
+        cls, about: About, route: torch.Tensor, is_token_in_rank: torch.Tensor, nodes: NodeRoute | None = None
+    ) -> Self:
+        """A handle of a dispatch that has run; ``nodes`` has all its tensors."""
+        return cls.of(about, route, is_token_in_rank, *(nodes.tensors if nodes is not None else ()))
+
+    @property
+    def route(self) -> torch.Tensor:
+        """int64, what ``kernels.blocks.normal`` calls the route: R rows sent to each rank, R rows received from each,
+        and, as int32, token indices sent to rank 0, to rank 1, and so on; what follows is undefined."""
+        return self[1]
+
+    @property
+    def is_token_in_rank(self) -> torch.Tensor:
+        """bool [tokens, R]"""
+        return self[2]
+
+    @property
+    def nodes(self) -> NodeRoute | None:
+        """What went over the rails, None when each rank was sent its rows directly."""
+        return NodeRoute(*self[3:]) if len(self) > 3 else None
 
     @property
     def rows_returned(self) -> tuple[int, ...]:
         """How many rows a combine may bring back."""
-        return self.received, self.capacity
+        return self.about.received, self.about.capacity
+
+    def fits(self, device: torch.device) -> bool:
+        """See :meth:`NormalGpuHandle.fits`."""
+        return self.about.kind == MADE_ON_CPU and len(self) in (3, 7) and self._lies_on(device)
 
 
-class GpuNodeRoute(NamedTuple):
-    """What a dispatch on a device between nodes of M ranks passed through forwarders.
+class NormalGpuHandle(TensorHandle):
+    """Of a dispatch on a device, where all its tensors but the first are."""
 
-    Attributes:
-        node_ranks: M.
-        relay_marks: uint8 [rows forwarded here, ceil(M / 8)], on the device: for which ranks of this node each was, a
-            bit each; of rows beyond the last, as of those beyond ``num_worst_tokens``, nothing is known.
-    """
+    @classmethod
+    def build(
+        cls,
+        about: About,
+        route: torch.Tensor,
+        is_token_in_rank: torch.Tensor,
+        number: torch.Tensor,
+        relay_marks: torch.Tensor | None = None,
+    ) -> Self:
+        """A handle of a dispatch."""
+        return cls.of(about, route, is_token_in_rank, number, *(() if relay_marks is None else (relay_marks,)))
 
-    node_ranks: int
-    relay_marks: torch.Tensor
+    @property
+    def route(self) -> torch.Tensor:
+        """int64 [ROUTE_TABLES, R, NORMAL_CHANNELS]: by channel, rows sent to each rank, received from each rank, and
+        the same of each node over a rail."""
+        return self[1]
 
+    @property
+    def is_token_in_rank(self) -> torch.Tensor:
+        """bool [T, R]"""
+        return self[2]
 
-class NormalGpuHandle(NamedTuple):
-    """What a dispatch on a device hands to combine and to cached dispatches. Tensors are on the device.
+    @property
+    def number(self) -> torch.Tensor:
+        """int64 [1], number of the dispatch, equal on all ranks."""
+        return self[3]
 
-    Attributes:
-        route: int64 [ROUTE_TABLES, R, NORMAL_CHANNELS]: by channel, rows sent to each rank, received from each rank,
-            and the same of each node over a rail.
-        is_token_in_rank: bool [T, R].
-        number: int64 [1], number of the dispatch, equal on all ranks.
-        channels: that the rows are dealt to.
-        capacity: rows of the tensor that dispatch returned.
-        remote_rows: rows for other ranks, -1 where the host reads nothing back.
-        origin: the dispatch it comes from; its number stands in ``number``, not there.
-        nodes: what passed through forwarders, None when each rank was sent its rows directly.
-    """
-
-    route: torch.Tensor
-    is_token_in_rank: torch.Tensor
-    number: torch.Tensor
-    channels: int
-    capacity: int
-    remote_rows: int
-    origin: DispatchOrigin
-    nodes: GpuNodeRoute | None = None
+    @property
+    def relay_marks(self) -> torch.Tensor | None:
+        """uint8 [rows forwarded here, ceil(M / 8)]: for which ranks of this node each was, a bit each; of rows beyond
+        the last, as of those beyond ``num_worst_tokens``, nothing is known. None when each rank was sent its rows
+        directly."""
+        return self[4] if len(self) > 4 else None
 
     @property
     def rows_returned(self) -> tuple[int, ...]:
         """How many rows a combine may bring back."""
-        return (self.capacity,)
+        return (self.about.capacity,)
+
+    def fits(self, device: torch.device) -> bool:
+        """Whether tensors that were taken for a handle are those of one, on ``device``."""
+        return self.about.kind == MADE_ON_DEVICE and len(self) in (4, 5) and self._lies_on(device)

@@ -41,7 +41,6 @@ BAD_DISPATCH = {
         "multiple of 512",
     ),
     "ue8m0 without round_scale": ({"use_fp8": True, "use_ue8m0": True}, "round_scale"),
-    "round_scale without fp8": ({"round_scale": True}, "use_fp8"),
     "more tokens than T": ({"num_max_dispatch_tokens_per_rank": 7}, "8 tokens exceed"),
     "T is a float": ({"num_max_dispatch_tokens_per_rank": 8.0}, r"tokens = 8.0 is no integer"),
     "T is a word": ({"num_max_dispatch_tokens_per_rank": "8"}, r"tokens = '8' is no integer"),

@@ -142,7 +142,15 @@ def test_handles_and_combine_buffers_of_several_shapes_live_beside_each_other() 
         for case, mine in zip(cases, inputs, strict=True):
             weights = mine.topk_weights if case.reduced else None
             rows, _, handle, _, _ = low_latency.dispatch(
-                mine.x, mine.topk_idx, case.tokens, case.experts, topk_weights=weights, use_fp8=False
+                mine.x,
+                mine.topk_idx,
+                case.tokens,
+                case.experts,
+                topk_weights=weights,
+                use_fp8=False,
+                # of scales alone
+                round_scale=True,
+                use_ue8m0=True,
             )
             assert handle[2:] == (case.tokens, case.hidden, case.experts)
             sent.append((rows, handle))

@@ -163,24 +163,6 @@ def test_a_layout_refuses_experts_that_are_no_integer(experts: Any):
     assert torch.equal(plain[2], numpys[2])
 
 
-def test_handles_of_another_buffer_and_of_other_tokens_are_refused():
-    inputs = CASE.inputs()
-    one, other = DirectGroup(2), DirectGroup(2)
-    handles = one.run(lambda runtime: dispatch(Normal(runtime), inputs, runtime.rank)[4])
-
-    def body(runtime):
-        normal = Normal(runtime)
-        with pytest.raises(ConfigError, match="another Buffer"):
-            normal.dispatch(inputs.x[runtime.rank], handle=handles[runtime.rank])
-        mine = dispatch(normal, inputs, runtime.rank)[4]
-        with pytest.raises(ConfigError, match="tokens, x has 7"):
-            normal.dispatch(ROW[:7], handle=mine)
-        with pytest.raises(ConfigError, match="handle only"):
-            normal.dispatch(inputs.x[runtime.rank], handle=mine, topk_weights=inputs.topk_weights[runtime.rank])
-
-    other.run(body)
-
-
 @pytest.mark.parametrize(
     ("mine", "theirs"),
     [

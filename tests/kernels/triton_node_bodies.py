@@ -28,7 +28,7 @@ def checked(buffer: Buffer, rank: int, inputs: Inputs, **options: Any) -> Outcom
     """A round trip whose rows crossed once to a node, equal to the oracle."""
     outcome = normal_cases.round_trip(buffer, inputs, rank, **options)
     normal_cases.check_rank(inputs, rank, outcome, worst=options.get("num_worst_tokens", 0))
-    assert outcome.handle.nodes is not None
+    assert outcome.handle.about.node_ranks
     return outcome
 
 
@@ -157,7 +157,6 @@ def after_a_mask(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     there = inputs.delivered()[rank]
     kept = there.source != 3
     assert same_bits(rows[kept], there.rows(inputs.x)[kept])
-    assert handle.nodes is None
     copies = oracle.in_rank(inputs.topk_idx[rank], 8, 4)[:, :3].sum(dim=1, keepdim=True)
     for received, way in ((rows, handle), (first.rows, first.handle)):
         back, _, _ = buffer.combine(received, way)

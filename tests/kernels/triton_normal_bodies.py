@@ -103,7 +103,7 @@ def between_low_latency(
         outcome = normal_cases.round_trip(buffer, inputs, rank)
         normal_cases.check_rank(inputs, rank, outcome)
     assert buffer.runtime.epoch == 1
-    crossed, found = int(outcome.handle.nodes.node_ranks), landed(buffer)
+    crossed, found = outcome.handle.about.node_ranks, landed(buffer)
     buffer.destroy()
     return crossed, found
 
@@ -789,7 +789,7 @@ def programs(exchange: StoreExchange, overrides: dict[str, Any]) -> list[int]:
     for allowed, chosen in ((24, 0), (2, 0), (2, 1)):
         buffer.runtime.settings = replace(settings, programs=chosen)
         rows, _, _, _, handle, _ = normal_cases.dispatch(buffer, inputs, rank, config=Config(num_sms=allowed))
-        found.append(handle.channels)
+        found.append(handle.about.channels)
         buffer.dispatch(inputs.x[rank], handle=handle, config=Config(num_sms=24))
         buffer.combine(rows, handle, config=Config(num_sms=24))
     buffer.runtime.settings = settings

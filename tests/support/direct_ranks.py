@@ -28,6 +28,7 @@ class DirectRuntime:
         self.ranks = group.ranks
         self.settings = settings
         self.turn = Turn()
+        self.opening = id(group) & 0xFFFFFFFF
         self.epoch = 0
         self.stale = self.interrupted = ""
         self.rebuild_requested = False

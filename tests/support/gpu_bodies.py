@@ -172,7 +172,7 @@ def run_normal_case(
     """
     inputs = case.inputs()
     there, outcome = checked_round_trip(buffer, device, rank, inputs, worst=worst)
-    assert (outcome.handle.nodes is not None) == crossed
+    assert bool(outcome.handle.about.node_ranks) == crossed
     rows = len(inputs.delivered()[rank].source)
     again, *_, handle, _ = buffer.dispatch(there.rows(rank), handle=outcome.handle)
     for cached, first in zip(_parts(again), _parts(outcome.received), strict=True):

@@ -49,6 +49,8 @@ _log = logging.getLogger("uccl_ep_serving")
 
 #: Seconds that an orderly close waits for the others; a rank that never closes must not hold this one's shutdown.
 _CLOSE_SECONDS = 10.0
+#: Variables that are no settings, once a process has been told of them.
+_told: set[str] = set()
 
 
 class Runtime:
@@ -70,10 +72,15 @@ class Runtime:
 
     def __init__(self, exchange: Exchange, settings: Settings, heap_bytes: int = 0, gpu: Gpu | None = None) -> None:
         for name, closest in unknown_variables().items():
+            if name in _told:
+                continue
+            _told.add(name)
             _log.warning(
                 "%s is not a setting of uccl_ep_serving%s", name, f"; did you mean {closest}?" if closest else ""
             )
         self.settings = settings
+        #: 32 bits that name this opening of the group, equal on all ranks
+        self.opening = 0
         self.rank = exchange.rank
         self.ranks = exchange.size
         #: of the tensors that are served, once the first has come; written by the Buffer, read for stats
@@ -108,6 +115,7 @@ class Runtime:
                 chosen=self._mesh.chosen,
                 sizes={"normal-mode heap bytes": normal.heap},
             )
+            self.opening = int(introduction.group, 16)
             if recorder is not None:
                 recorder.group = introduction.group
             self._mesh.connect(introduction)

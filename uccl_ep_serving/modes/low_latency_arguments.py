@@ -56,11 +56,10 @@ class Coding:
 
 
 def dispatch_coding(x: torch.Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Coding:
-    """How ``x`` travels. Raises ConfigError for a combination of flags and hidden size that has no format."""
+    """How ``x`` travels; without ``use_fp8`` the other flags count for nothing, as in DeepEP. Raises ConfigError for a
+    combination of flags and hidden size that has no format."""
     hidden = x.shape[1]
     if not use_fp8:
-        if round_scale or use_ue8m0:
-            raise ConfigError("low-latency dispatch: round_scale and use_ue8m0 need use_fp8=True")
         code = VALUE_CODES[x.dtype]
         return Coding(code, hidden * x.element_size(), row_bytes(hidden, code), x.dtype)
     if use_ue8m0 and not round_scale:

@@ -89,20 +89,19 @@ class NormalArguments(Generic[_Handle]):
     """What one Buffer's normal mode takes.
 
     Args:
-        ranks: of the group.
+        rank, ranks: this rank, and those of the group.
         device: of the tensors.
         handles: class of the handles.
         aligned: kernels move 16 bytes at a time, and so tensors must start.
     """
 
-    def __init__(self, ranks: int, device: torch.device, handles: type[_Handle], aligned: bool) -> None:
-        self._ranks, self._device, self._aligned = ranks, device, aligned
+    def __init__(self, rank: int, ranks: int, device: torch.device, handles: type[_Handle], aligned: bool) -> None:
+        self._rank, self._ranks, self._device, self._aligned = rank, ranks, device, aligned
         self._handles: type[_Handle] = handles
 
     @naming("normal dispatch")
     def dispatch(
         self,
-        owner: object,
         x: object,
         handle: object,
         layout: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
@@ -114,7 +113,6 @@ class NormalArguments(Generic[_Handle]):
         """Take apart what dispatch is given. Contents of tensors are not looked at. Raises ConfigError.
 
         Args:
-            owner: from whom a handle must come.
             layout: num_tokens_per_rank, is_token_in_rank and num_tokens_per_expert.
         """
         rows, scales, dtype = self._rows_and_scales(x)
@@ -124,10 +122,11 @@ class NormalArguments(Generic[_Handle]):
         scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
         row_bytes = hidden * rows.element_size()
         if handle is not None:
-            known = self._check_handle(handle, owner, tokens)
-            if any(one is not None for one in (*layout, topk_idx, topk_weights)) or num_worst_tokens:
-                raise ConfigError("a cached dispatch takes x and handle only: the layout comes from the handle")
-            kind, origin = NormalNotify.OPERATION_CACHED_DISPATCH, known.origin.name
+            # a layout and num_worst_tokens come from the handle: what is given besides counts for nothing, as in DeepEP
+            known = self._check_handle(handle, tokens)
+            if topk_idx is not None or topk_weights is not None:
+                raise ConfigError("a cached dispatch takes no topk_idx and topk_weights: the handle says where rows go")
+            kind, origin = NormalNotify.OPERATION_CACHED_DISPATCH, known.about.origin
             form = RowFormat(kind, dtype, hidden, row_bytes, scale_bytes=scale_bytes, origin=origin)
             return DispatchArguments(form, rows, scales, None, None, None, known, self._ranks)
         _check_alignment(expert_alignment, num_worst_tokens)
@@ -143,14 +142,13 @@ class NormalArguments(Generic[_Handle]):
     @naming("normal combine")
     def combine(
         self,
-        owner: object,
         x: object,
         handle: object,
         topk_weights: torch.Tensor | None,
         bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None,
     ) -> CombineArguments[_Handle]:
-        """Take apart what combine is given; ``owner``: from whom the handle must come. Raises ConfigError."""
-        known = self._check_handle(handle, owner, None)
+        """Take apart what combine is given. Raises ConfigError."""
+        known = self._check_handle(handle, None)
         rows = self._check_rows("x", x)
         if rows.dtype not in VALUE_CODES:
             raise ConfigError(f"x {in_words(rows)}: combine takes bfloat16, float16 or float32")
@@ -160,7 +158,7 @@ class NormalArguments(Generic[_Handle]):
                 "returned"
             )
         hidden = rows.shape[1]
-        biases = self._biases(bias, known.origin.tokens, rows)
+        biases = self._biases(bias, known.about.tokens, rows)
         topk = 0
         if topk_weights is not None:
             check_device(self._device, topk_weights=topk_weights)
@@ -168,20 +166,35 @@ class NormalArguments(Generic[_Handle]):
             if topk_weights.dtype != torch.float32 or len(shape) != 2 or shape[0] != rows.shape[0]:
                 raise ConfigError(f"topk_weights must be float32[{rows.shape[0]}, topk], not {in_words(topk_weights)}")
             topk_weights, topk = topk_weights.contiguous(), topk_weights.shape[1]
-        kind, dtype, origin = NormalNotify.OPERATION_COMBINE, VALUE_CODES[rows.dtype], known.origin.name
+        kind, dtype, origin = NormalNotify.OPERATION_COMBINE, VALUE_CODES[rows.dtype], known.about.origin
         form = RowFormat(kind, dtype, hidden, hidden * rows.element_size(), topk, origin=origin)
         return CombineArguments(form, rows, topk_weights, biases, known)
 
-    def _check_handle(self, handle: object, owner: object, tokens: int | None) -> _Handle:
-        """``handle`` must come from ``owner``, and (cached dispatch) from a dispatch of ``tokens`` tokens."""
-        if not isinstance(handle, self._handles):
+    def _check_handle(self, handle: object, tokens: int | None) -> _Handle:
+        """``handle`` must come from a dispatch of this rank and as many, and (cached dispatch) of ``tokens`` tokens."""
+        known = self._again(handle)
+        if known is None:
             raise ConfigError(f"handle must come from a normal-mode dispatch on {self._device}, not {in_words(handle)}")
-        origin = handle.origin
-        if origin.owner is not owner:
-            raise ConfigError("handle comes from another Buffer")
-        if tokens is not None and origin.tokens != tokens:
-            raise ConfigError(f"handle belongs to a dispatch of {origin.tokens} tokens, x has {tokens}")
-        return handle
+        about = known.about
+        if (about.rank, about.ranks) != (self._rank, self._ranks):
+            raise ConfigError(
+                f"handle comes from rank {about.rank} of {about.ranks}, and this is rank {self._rank} of {self._ranks}"
+            )
+        if tokens is not None and about.tokens != tokens:
+            raise ConfigError(f"handle belongs to a dispatch of {about.tokens} tokens, x has {tokens}")
+        return known
+
+    def _again(self, handle: object) -> _Handle | None:
+        """``handle``, also where it is the tensors of one (``ctx.saved_tensors``); None for anything else."""
+        if isinstance(handle, self._handles):
+            return handle
+        if not isinstance(handle, tuple | list) or not all(isinstance(one, torch.Tensor) for one in handle):
+            return None
+        try:
+            known = self._handles.again(handle)
+        except (ValueError, IndexError):
+            return None
+        return known if known.fits(self._device) else None
 
     def _check_rows(self, name: str, x: object) -> torch.Tensor:
         """``x`` as a contiguous matrix on the device whose rows are multiples of 16 bytes."""

@@ -14,7 +14,7 @@ import torch
 
 from ..data_plane.runtime import Runtime
 from ..errors import ConfigError
-from ..handles import DispatchOrigin, EventOverlap, NormalHandle, wait_for
+from ..handles import MADE_ON_CPU, About, EventOverlap, NormalHandle, wait_for
 from ..kernels.blocks import normal as block
 from ..protocol.message import NormalNotify
 from .arguments import CPU, naming
@@ -36,7 +36,7 @@ class Normal:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._arguments = NormalArguments(runtime.ranks, CPU, NormalHandle, aligned=False)
+        self._arguments = NormalArguments(runtime.rank, runtime.ranks, CPU, NormalHandle, aligned=False)
         self._exchange = RowExchange(runtime)
 
     @naming("get_dispatch_layout")
@@ -94,8 +94,8 @@ class Normal:
         Args:
             x: [T, H] bfloat16, float16 or float32, contiguous, H x itemsize a multiple of 16; or a pair of
                 float8_e4m3 [T, H] and its scales: float32 [T, H / 128], or int32 [T, ceil(H / 512)] (packed UE8M0).
-            handle: of an earlier dispatch of this Buffer: repeat its routing for another ``x`` ("cached"); layout,
-                ids and weights must then be None.
+            handle: of an earlier dispatch, or its tensors: repeat its routing for another ``x`` ("cached"). Ids and
+                weights must then be None, and the layout and ``num_worst_tokens`` count for nothing.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: from :meth:`get_dispatch_layout`.
             num_tokens_per_rdma_rank: accepted and not needed.
             topk_idx, topk_weights: int64 and float32 [T, K], both or none.
@@ -120,12 +120,11 @@ class Normal:
 
         # What is given, and what all ranks must agree on: nothing has moved when it is refused.
         counted = num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert
-        args = self._arguments.dispatch(
-            self, x, handle, counted, topk_idx, topk_weights, expert_alignment, num_worst_tokens
-        )
-        form, tokens = exchange.enter(args.form, handle), args.rows.shape[0]
-        if num_worst_tokens:
-            _try_allocation(num_worst_tokens, form.row_bytes)
+        args = self._arguments.dispatch(x, handle, counted, topk_idx, topk_weights, expert_alignment, num_worst_tokens)
+        known, promised = args.handle, 0 if args.handle is not None else num_worst_tokens
+        form, tokens = exchange.enter(args.form, known), args.rows.shape[0]
+        if promised:
+            _try_allocation(promised, form.row_bytes)
 
         # Who gets which tokens.
         if args.layout is not None:
@@ -134,20 +133,20 @@ class Normal:
             in_rank = in_rank.clone()
             nodes = exchange.relay.route(in_rank, form.node_ranks) if form.node_ranks else None
         else:
-            assert handle is not None
-            route, nodes, in_rank = handle.route, handle.nodes, handle.is_token_in_rank
+            assert known is not None
+            route, nodes, in_rank = known.route, known.nodes, known.is_token_in_rank
 
         with exchange.epoch.operation(form.name) as whole:
             # Open: tell every rank what comes, hear what every rank has.
             self._begin_dispatch(form, args)
             exchange.prepare(route, nodes, in_rank)
             exchange.open(form, whole)
-            if handle is None and nodes is not None:
+            if known is None and nodes is not None:
                 nodes = exchange.relay.keep_marks(operation, exchange.peers, nodes)
 
             # Place: where the rows of every rank land, in memory that becomes what is returned.
             total = int(operation[block.RECV_TOTAL])
-            capacity = max(total, num_worst_tokens) if handle is None else handle.capacity
+            capacity = max(total, promised) if known is None else known.about.capacity
             landing = exchange.place(form, capacity)
             received = self._allocate(form, landing.rows, capacity, args)
 
@@ -156,20 +155,21 @@ class Normal:
 
         if landing.meta >= 0:
             runtime.heap.give(landing.meta)
-        if handle is None:
-            origin = DispatchOrigin(self, *exchange.origin, tokens)
-            handle = NormalHandle(route, total, capacity, in_rank, origin, nodes)
+        if known is None:
+            who, name = (runtime.rank, runtime.ranks), exchange.origin
+            about = About(MADE_ON_CPU, *who, *name, tokens, received=total, capacity=capacity)
+            known = NormalHandle.build(about, route, in_rank, nodes)
         remote_rows = int(operation[block.REMOTE_ROWS])
         runtime.record("normal_dispatch", tokens, remote_rows, time.monotonic_ns() - started)
-        if num_worst_tokens and total > num_worst_tokens:
-            raise overflow(total, f"= {num_worst_tokens} was promised")
+        if promised and total > promised:
+            raise overflow(total, f"= {promised} was promised")
         per_local: list[int] = []
-        if args.layout is not None and not num_worst_tokens:
+        if args.layout is not None and not promised:
             counts = exchange.expert_counts[: form.local_experts]
             if expert_alignment != 1:
                 counts = -(-counts // expert_alignment) * expert_alignment
             per_local = counts.tolist()
-        return *received, per_local, handle, EventOverlap()
+        return *received, per_local, known, EventOverlap()
 
     def combine(
         self,
@@ -205,9 +205,9 @@ class Normal:
         runtime, exchange, operation = self._runtime, self._exchange, self._exchange.operation
 
         # What is given, and what all ranks must agree on: nothing has moved when it is refused.
-        args = self._arguments.combine(self, x, handle, topk_weights, bias)
-        form = exchange.enter(args.form, handle)
-        tokens = handle.origin.tokens
+        args = self._arguments.combine(x, handle, topk_weights, bias)
+        known = args.handle
+        form, tokens = exchange.enter(args.form, known), known.about.tokens
         weights = None if args.topk_weights is None else torch.empty(tokens, form.topk, dtype=torch.float32, device=CPU)
 
         with exchange.epoch.operation(form.name) as whole:
@@ -219,7 +219,7 @@ class Normal:
                 operation[block.OUT_WEIGHTS] = weights.data_ptr()
             for word, bias_rows in zip((block.BIAS_0, block.BIAS_1), args.biases, strict=False):
                 operation[word] = bias_rows.data_ptr()
-            exchange.prepare(handle.route, handle.nodes, handle.is_token_in_rank)
+            exchange.prepare(known.route, known.nodes, known.is_token_in_rank)
             exchange.open(form, whole)
 
             # Place: where the rows of every rank land, and where their sums go.

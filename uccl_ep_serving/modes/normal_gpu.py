@@ -21,7 +21,7 @@ import torch
 from ..data_plane.runtime import Runtime
 from ..errors import ConfigError
 from ..gpu.context import GpuContext
-from ..handles import DispatchOrigin, EventOverlap, NormalGpuHandle
+from ..handles import MADE_ON_DEVICE, About, EventOverlap, NormalGpuHandle
 from ..kernels.blocks import normal_device as block
 from ..kernels.blocks.normal_device import NormalOpening, NormalTensors
 from ..protocol.message import NormalNotify
@@ -49,7 +49,7 @@ class NormalGpu:
         self._device = gpu.memory.device
         self._session = NormalGpuSession(runtime, gpu)
         self._kernels = self._session.kernels
-        self._arguments = NormalArguments(runtime.ranks, self._device, NormalGpuHandle, aligned=True)
+        self._arguments = NormalArguments(runtime.rank, runtime.ranks, self._device, NormalGpuHandle, aligned=True)
         #: Of the last layout, until a dispatch. None in a capture: whatever ids a replay has, it counts them.
         self._marked: Marks | None = None
 
@@ -130,13 +130,13 @@ class NormalGpu:
             session, order = self._session, self._gpu.order
             layout = (num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
             args = self._arguments.dispatch(
-                self, x, handle, layout, topk_idx, topk_weights, expert_alignment, num_worst_tokens
+                x, handle, layout, topk_idx, topk_weights, expert_alignment, num_worst_tokens
             )
             crossed = session.node_ranks(args.form.name)
-            known = None if args.handle is None else _on_its_way(args.handle, crossed)
-            crossed = crossed if known is None or known.nodes is not None else 0
+            known = args.handle
+            crossed = crossed if known is None else _on_its_way(known, crossed)
             form, tokens = args.form._replace(node_ranks=crossed), args.rows.shape[0]
-            channels = session.channels(form, config) if known is None else known.channels
+            channels = session.channels(form, config) if known is None else known.about.channels
             form = form._replace(channels=channels)
             reads_back = known is None and not num_worst_tokens
             if reads_back and order.capturing:
@@ -151,17 +151,23 @@ class NormalGpu:
                 assert args.layout is not None
                 marked, self._marked = None if order.capturing else self._marked, None
                 route = Route(args.layout, args.topk_idx, self._runtime.ranks, marked)
-                origin = DispatchOrigin(self, self._runtime.epoch, -1, tokens)
-                known = route.new_handle(origin, channels, crossed, num_worst_tokens)
+                runtime = self._runtime
+                about = About(
+                    *(MADE_ON_DEVICE, runtime.rank, runtime.ranks, runtime.opening, runtime.epoch, -1, tokens),
+                    capacity=num_worst_tokens,
+                    channels=channels,
+                    node_ranks=crossed,
+                )
+                known = route.new_handle(about)
                 before, counts = route.steps(self._kernels, present.addresses), route.per_expert.data_ptr()
                 used += route.tensors
             opening = self._opening(form, known, counts, present, tokens)
-            outputs = Outputs(args, tokens * args.copies if reads_back else known.capacity, self._device)
+            outputs = Outputs(args, tokens * args.copies if reads_back else known.about.capacity, self._device)
             used += [known.route, known.number, known.is_token_in_rank]
             used += _copied(x, topk_idx, topk_weights, *layout)
             if not reads_back:
                 # memory may run out, which must not count as an operation
-                before += outputs.filling + outputs.allocate(known.capacity)
+                before += outputs.filling + outputs.allocate(known.about.capacity)
             with session.operation(form) as operation:
                 if reads_back:
                     steps = (*before, *all_of(present.kernels.open(*present.addresses, wire, opening, 0)))
@@ -170,28 +176,28 @@ class NormalGpu:
                     session.wait_reply(operation, form, present)
                     # until the rows are moved the device waits for what stands here
                     known = self._after_opening(known, present)
-                    before = outputs.allocate(known.capacity)
+                    before = outputs.allocate(known.about.capacity)
                 if form.kind == NormalNotify.OPERATION_CACHED_DISPATCH and self._runtime.mask.any():
                     outputs.rows.view(torch.uint8).zero_()
-                marks, kept = _marks_of(known)
+                marks, kept = _marks_of(known, crossed)
                 moved = present.kernels.dispatch(
                     *present.addresses,
                     wire,
                     opening,
                     outputs.addresses,
-                    known.capacity,
+                    known.about.capacity,
                     marks if form.kind == NormalNotify.OPERATION_DISPATCH else 0,
                     kept,
                     reads_back,
                 )
                 steps = (*before, *all_of(moved))
-                used += outputs.tensors + ([] if known.nodes is None else [known.nodes.relay_marks])
+                used += outputs.tensors + ([] if known.relay_marks is None else [known.relay_marks])
                 event = session.launch(operation, lambda: run_all(steps), used, finish=not async_finish)
             per_local: list[int] = []
             if reads_back:
                 counted = present.reply.counts(form.local_experts)
                 per_local = (-(-counted // expert_alignment) * expert_alignment).tolist()
-            session.end(form, tokens, known.remote_rows, started, reads_back)
+            session.end(form, tokens, known.about.remote_rows, started, reads_back)
             return outputs.x, outputs.topk_idx, outputs.topk_weights, per_local, known, event
 
     def _opening(
@@ -210,12 +216,11 @@ class NormalGpu:
 
     def _after_opening(self, handle: NormalGpuHandle, present: Present) -> NormalGpuHandle:
         """The handle with what comes."""
-        reply = present.reply
-        handle = handle._replace(capacity=reply[block.INFO_TOTAL], remote_rows=reply[block.INFO_REMOTE_ROWS])
-        if handle.nodes is not None:
-            marks = new_marks(reply[block.INFO_RELAYED], handle.nodes.node_ranks, handle.route)
-            handle = handle._replace(nodes=handle.nodes._replace(relay_marks=marks))
-        return handle
+        reply, about, marks = present.reply, handle.about, handle.relay_marks
+        about = about._replace(capacity=reply[block.INFO_TOTAL], remote_rows=reply[block.INFO_REMOTE_ROWS])
+        if marks is not None:
+            marks = new_marks(reply[block.INFO_RELAYED], about.node_ranks, handle.route)
+        return NormalGpuHandle.build(about, handle.route, handle.is_token_in_rank, handle.number, marks)
 
     # -- combine ------------------------------------------------------------------------------------------------
 
@@ -234,12 +239,11 @@ class NormalGpu:
         """See :meth:`Normal.combine`; ``config`` and errors as for :meth:`dispatch`."""
         started = time.monotonic_ns()
         with self._gpu.order.operation(previous_event, own_stream=allocate_on_comm_stream):
-            args = self._arguments.combine(self, x, handle, topk_weights, bias)
+            args = self._arguments.combine(x, handle, topk_weights, bias)
             form, rows, weights, biases, handle = args
-            crossed = self._session.node_ranks(form.name)
-            handle = _on_its_way(handle, crossed)
-            form = form._replace(node_ranks=0 if handle.nodes is None else crossed, channels=handle.channels)
-            tokens, hidden, topk = handle.origin.tokens, form.hidden, form.topk
+            crossed = _on_its_way(handle, self._session.node_ranks(form.name))
+            form = form._replace(node_ranks=crossed, channels=handle.about.channels)
+            tokens, hidden, topk = handle.about.tokens, form.hidden, form.topk
             present, wire = self._session.enter(form, len(biases))
             out = torch.empty(tokens, hidden, dtype=rows.dtype, device=self._device)
             out_weights = None
@@ -251,30 +255,28 @@ class NormalGpu:
             )
             given = tuple(one.data_ptr() for one in biases)
             launches = present.kernels.combine(
-                *present.addresses, wire, opening, tensors, rows.shape[0], *_marks_of(handle), given
+                *present.addresses, wire, opening, tensors, rows.shape[0], *_marks_of(handle, crossed), given
             )
             used = [rows, out, *biases, handle.route, handle.number, handle.is_token_in_rank]
             used += _copied(topk_weights, bias) + [one for one in (weights, out_weights) if one is not None]
-            used += [] if handle.nodes is None else [handle.nodes.relay_marks]
+            used += [] if handle.relay_marks is None else [handle.relay_marks]
             with self._session.operation(form) as operation:
                 work = all_of(launches)
                 event = self._session.launch(operation, lambda: run_all(work), used, finish=not async_finish)
-            self._session.end(form, tokens, handle.remote_rows, started, reads_back=False)
+            self._session.end(form, tokens, handle.about.remote_rows, started, reads_back=False)
             return out, out_weights, event
 
 
-def _on_its_way(handle: NormalGpuHandle, crossed: int) -> NormalGpuHandle:
-    """A handle goes the way of its dispatch, unless a rank has been masked since: then rows go to each rank."""
-    if handle.nodes is None or handle.nodes.node_ranks == crossed:
-        return handle
-    return handle._replace(nodes=None)
+def _on_its_way(handle: NormalGpuHandle, crossed: int) -> int:
+    """Ranks of a node, ``crossed`` or 0. A handle goes the way of its dispatch, unless a rank has been masked since, or
+    this Buffer has other nodes: then rows go to each rank."""
+    return crossed if handle.about.node_ranks == crossed else 0
 
 
-def _marks_of(handle: NormalGpuHandle) -> tuple[int, int]:
+def _marks_of(handle: NormalGpuHandle, crossed: int) -> tuple[int, int]:
     """(Address of the marks of rows that are forwarded, for how many there is room.)"""
-    if handle.nodes is None:
-        return 0, 0
-    return handle.nodes.relay_marks.data_ptr(), len(handle.nodes.relay_marks)
+    marks = handle.relay_marks
+    return (marks.data_ptr(), len(marks)) if crossed and marks is not None else (0, 0)
 
 
 def _copied(*given: object) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..handles import DispatchOrigin, GpuNodeRoute, NormalGpuHandle
+from ..handles import About, NormalGpuHandle
 from ..kernels.blocks.normal_device import ROUTE_TABLES
 from ..protocol.layout import MAX_EXPERTS
 from ..protocol.streams import NORMAL_CHANNELS
@@ -138,25 +138,17 @@ class Route:
 
         return (take,)
 
-    def new_handle(self, origin: DispatchOrigin, channels: int, node_ranks: int, capacity: int) -> NormalGpuHandle:
-        """Of a dispatch that takes this route and has not run: what it receives is not known.
-
-        Args:
-            node_ranks: ranks of a node when each row crosses once to a node, else 0.
-            capacity: rows that dispatch is going to return, 0 where the host reads back how many.
-        """
-        device, ranks = self.in_rank.device, self.in_rank.shape[1]
-        nodes = None
-        if node_ranks:
-            # each row that is forwarded goes to a rank of this node, and none of these gets more than ``capacity``
-            nodes = GpuNodeRoute(node_ranks, new_marks(capacity * node_ranks, node_ranks, self.in_rank))
-        return NormalGpuHandle(
+    def new_handle(self, about: About) -> NormalGpuHandle:
+        """Of a dispatch that takes this route and has not run: what it receives is not known, and its capacity is 0
+        where the host reads back how many rows come."""
+        device, ranks, marks = self.in_rank.device, self.in_rank.shape[1], None
+        if about.node_ranks:
+            # each row that is forwarded goes to a rank of this node, and none of these gets more than the capacity
+            marks = new_marks(about.capacity * about.node_ranks, about.node_ranks, self.in_rank)
+        return NormalGpuHandle.build(
+            about,
             torch.empty(ROUTE_TABLES, ranks, NORMAL_CHANNELS, dtype=torch.int64, device=device),
             self.in_rank,
             torch.empty(1, dtype=torch.int64, device=device),
-            channels,
-            capacity,
-            -1,
-            origin,
-            nodes,
+            marks,
         )

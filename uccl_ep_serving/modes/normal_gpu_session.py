@@ -166,7 +166,7 @@ class NormalGpuSession:
     def _kind(self, form: RowFormat, biases: int) -> tuple[RowFormat, int, str]:
         """What kernels of the present epoch are compiled for."""
         assert self._present is not None
-        return form._replace(origin=(-1, -1)), biases, self._present.kernels.name
+        return form._replace(origin=(-1, -1, -1)), biases, self._present.kernels.name
 
     def _build(self) -> Present:
         """Counters at zero and words for the runtime's epoch."""

@@ -81,9 +81,9 @@ class RowExchange:
         self._addresses = (self._counts.ctypes.data, self.operation.ctypes.data, self.peers.ctypes.data)
 
     @property
-    def origin(self) -> tuple[int, int]:
-        """(epoch, number) of the operation that was begun last: its name, equal on all ranks."""
-        return self.epoch.number, self._number - 1
+    def origin(self) -> tuple[int, int, int]:
+        """(opening, epoch, number) of the operation that was begun last: its name, equal on all ranks."""
+        return self._runtime.opening, self.epoch.number, self._number - 1
 
     def enter(self, form: RowFormat, handle: NormalHandle | None) -> RowFormat:
         """``form`` as its rows go in the windows that are there, which are rebuilt first where they are stale.
@@ -106,7 +106,8 @@ class RowExchange:
             self._number = self._notices = 0
             self._counts.fill(0)
             self._templates.clear()
-        if (handle is None or handle.nodes is not None) and (node_ranks := self._node_ranks):
+        node_ranks = self._node_ranks
+        if node_ranks and (handle is None or _went_between_nodes_of(node_ranks, handle)):
             form = form._replace(node_ranks=node_ranks)
         if runtime.ranks > 1 and form[:-1] not in self._templates:
             check_room(form, runtime.layout.normal)
@@ -300,6 +301,12 @@ def count_layout(topk_idx: torch.Tensor, experts: int, ranks: int) -> Layout:
             f"-1 .. {experts - 1}"
         )
     return Layout(per_rank, in_rank, per_expert)
+
+
+def _went_between_nodes_of(node_ranks: int, handle: NormalHandle) -> bool:
+    """Whether the dispatch of ``handle`` did, so that what follows it can."""
+    nodes = handle.nodes
+    return nodes is not None and len(nodes.node_rows) * node_ranks == handle.about.ranks
 
 
 def _refuse_layout(layout: Layout, topk_idx: torch.Tensor | None) -> NoReturn:

@@ -31,11 +31,12 @@ _NAMES = {
     NormalNotify.OPERATION_COMBINE: "normal combine",
 }
 _DTYPES = ("bfloat16", "float16", "float32", "float8 with scales", "float8 with packed scales")
-_NO_ORIGIN = (-1, -1)
+_NO_ORIGIN = (-1, -1, -1)
 #: Of 63 bits.
 _MOST = (1 << 63) - 1
-#: Odd, so that for one format every operation number gives another digest; far apart, so that epochs do too.
-_NUMBER_STEP, _EPOCH_STEP = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
+#: Odd, so that for one format every operation number gives another digest; far apart, so that epochs and openings do
+#: too.
+_NUMBER_STEP, _EPOCH_STEP, _OPENING_STEP = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 
 
 class RowFormat(NamedTuple):
@@ -51,7 +52,7 @@ class RowFormat(NamedTuple):
         local_experts: experts per rank, 0 where they do not matter.
         node_ranks: ranks of a node when each row crosses once to a node, else 0.
         channels: that the rows are dealt to on a GPU; 0 on CPUs, whose kernels speak otherwise.
-        origin: (epoch, number) of the dispatch whose handle is used, (-1, -1) when none is.
+        origin: (opening, epoch, number) of the dispatch whose handle is used, -1 each when none is.
     """
 
     kind: int
@@ -63,7 +64,7 @@ class RowFormat(NamedTuple):
     local_experts: int = 0
     node_ranks: int = 0
     channels: int = 0
-    origin: tuple[int, int] = _NO_ORIGIN
+    origin: tuple[int, int, int] = _NO_ORIGIN
 
     @property
     def name(self) -> str:
@@ -85,9 +86,8 @@ class RowFormat(NamedTuple):
     @property
     def digest(self) -> int:
         """Word SHAPE of the notify: 63 bits."""
-        epoch, number = self.origin
-        mixed = _digest(self[:-1]) + (epoch + 1) * _EPOCH_STEP + (number + 1) * _NUMBER_STEP
-        return mixed & _MOST
+        steps = zip(self.origin, (_OPENING_STEP, _EPOCH_STEP, _NUMBER_STEP), strict=True)
+        return (_digest(self[:-1]) + sum((one + 1) * step for one, step in steps)) & _MOST
 
 
 def largest_row(form: RowFormat) -> int:
@@ -135,8 +135,8 @@ def wire_format(form: RowFormat) -> NormalFormat:
     # it imports torch, which ``uccl-ep plan`` does without
     from ..kernels.blocks.normal_device import NormalFormat
 
-    epoch, number = form.origin
-    step = form._replace(origin=(epoch, number + 1)).digest - form.digest
+    opening, epoch, number = form.origin
+    step = form._replace(origin=(opening, epoch, number + 1)).digest - form.digest
     return NormalFormat(
         form.kind,
         form.dtype,
@@ -163,7 +163,7 @@ def shape_mismatch(form: RowFormat, rank: int, others: Iterable[tuple[int, int, 
     return ConfigError(
         f"{form.name}: the ranks were given different operations, nothing was sent: rank {rank} "
         f"{_words(form.coding, form.row_bytes, form.meta_bytes)} (hidden {form.hidden}, top-k {form.topk}, "
-        f"{form.local_experts} local experts, {_channels(form)}, handle {form.origin}); {told}. Where these agree, "
+        f"{form.local_experts} local experts, {_channels(form)}, handle {form.origin[1:]}); {told}. Where these agree, "
         "hidden, top-k, the experts, the channels or the handle differ. Next step: make the same call on every rank, "
         "with the same num_sms, on CPUs or on GPUs alike; the group goes on"
     )
