@@ -121,6 +121,10 @@ def test_without_ids_and_alone(interpreted: Ranks) -> None:
     assert interpreted.run(1, bodies.against_the_oracle, PATHS["mapped"], [Case(tokens=(6,), experts=4)]) == [1]
 
 
+def test_a_handle_is_its_tensors(interpreted: Ranks) -> None:
+    interpreted.run(2, bodies.handles, PATHS["mapped"], timeout=300)
+
+
 def test_a_layout_is_counted_once(interpreted: Ranks) -> None:
     for counted in interpreted.run(2, bodies.layouts, PATHS["mapped"], timeout=300):
         assert counted == {

@@ -30,7 +30,7 @@ from uccl_ep_serving.buffer import Buffer, Config
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, UcclEpError
 from uccl_ep_serving.gpu.streams import GpuOrder
-from uccl_ep_serving.handles import EventOverlap, wait_for
+from uccl_ep_serving.handles import MADE_ON_CPU, EventOverlap, wait_for
 from uccl_ep_serving.kernels.blocks import normal_device as block
 from uccl_ep_serving.kernels.blocks.normal_device import ROUTE_SEND
 from uccl_ep_serving.modes.normal_gpu import NormalGpu
@@ -239,6 +239,25 @@ def without_ids(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     assert torch.equal(combined.float(), (inputs.x[rank].float() * copies).bfloat16().float())
     assert same_bits(buffer.dispatch(inputs.x[rank], handle=handle)[0], received)
     buffer.destroy()
+
+
+def handles(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
+    """The tensors of a handle are the handle, copied or not, also for another Buffer; those of the CPU's are not."""
+    buffer, rank = opened(exchange, overrides), exchange.rank
+    inputs = Case(tokens=(5, 3), experts=4, topk=2).inputs()
+    first = normal_cases.round_trip(buffer, inputs, rank)
+    copies = tuple(one.clone() for one in first.handle)
+    sums = buffer.combine(first.rows, first.handle)[0]
+    again, *_, handle, _ = buffer.dispatch(inputs.rows(rank), handle=copies)
+    assert same_bits(again, first.rows)
+    assert all(same_bits(buffer.combine(again, one)[0], sums) for one in (copies, tuple(handle)))
+    other = opened(exchange, overrides)
+    assert same_bits(other.combine(again, first.handle)[0], sums)
+    about = torch.tensor(first.handle.about._replace(kind=MADE_ON_CPU))
+    with pytest.raises(ConfigError, match="handle must come from a normal-mode dispatch on"):
+        other.combine(again, (about, *copies[1:]))
+    buffer.destroy()
+    other.destroy()
 
 
 def layouts(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, int]:
