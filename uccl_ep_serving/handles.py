@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 
 from .errors import ConfigError
+from .protocol.streams import NORMAL_CHANNELS
 
 __all__ = [
     "MADE_ON_CPU",
@@ -203,11 +204,12 @@ MADE_ON_CPU, MADE_ON_DEVICE = 0x5543_4548_01, 0x5543_4548_02
 class TensorHandle(tuple[torch.Tensor, ...]):
     """What a normal-mode dispatch hands to combine and to cached dispatches: tensors alone, first an :class:`About`.
 
-    So ``ctx.save_for_backward(*handle)`` keeps one for autograd, and ``ctx.saved_tensors`` is one again, whatever has
-    become of the tensors in between. It is of its rank and group, and of no Buffer.
+    So ``ctx.save_for_backward(*handle)`` keeps one for autograd, and ``ctx.saved_tensors`` is one again, also where the
+    tensors were copied or lay elsewhere in between. It is of its rank and group, and of no Buffer.
     """
 
     about: About
+    _KIND: ClassVar[int]
 
     @classmethod
     def of(cls, about: About, *tensors: torch.Tensor) -> Self:
@@ -220,20 +222,36 @@ class TensorHandle(tuple[torch.Tensor, ...]):
     def again(cls, tensors: Sequence[torch.Tensor]) -> Self:
         """The handle that ``tensors`` were taken from. Raises ValueError where the first is none of a handle."""
         handle = cls(tensors)
-        first = handle[0]
-        if first.dtype != torch.int64 or first.device.type != "cpu" or first.shape != (len(About._fields),):
+        if not handle or handle[0].dtype != torch.int64 or handle[0].shape != (len(About._fields),):
             raise ValueError
-        handle.about = About(*first.tolist())
+        handle.about = About(*handle[0].tolist())
         return handle
 
-    def _lies_on(self, device: torch.device) -> bool:
-        """Whether all but the first are on ``device`` and as they were made, as far as that is to be seen."""
-        route, marks = self[1:3]
-        return (
-            all(one.device == device and one.is_contiguous() for one in self[1:])
-            and (route.dtype, marks.dtype) == (torch.int64, torch.bool)
-            and marks.shape == (self.about.tokens, self.about.ranks)
+    def fits(self, device: torch.device) -> bool:
+        """Whether its tensors but the first are on ``device`` and have the shapes that they were made with."""
+        if self.about.kind != self._KIND or self.about.ranks < 1:
+            return False
+        forms = self._forms()
+        return len(self) == 1 + len(forms) and all(
+            one.device == device and one.is_contiguous() and _has_form(one, *form)
+            for one, form in zip(self[1:], forms, strict=True)
         )
+
+    def _forms(self) -> list[tuple[torch.dtype, Shape]]:
+        """Dtype and shape of all tensors but the first, by what that says."""
+        raise NotImplementedError
+
+
+#: Of a tensor; None: of any length.
+Shape = tuple[int | None, ...]
+
+
+def _has_form(one: torch.Tensor, dtype: torch.dtype, shape: Shape) -> bool:
+    return (
+        one.dtype == dtype
+        and one.dim() == len(shape)
+        and all(wanted in (None, length) for wanted, length in zip(shape, one.shape, strict=True))
+    )
 
 
 class NodeRoute(NamedTuple):
@@ -260,6 +278,8 @@ class NodeRoute(NamedTuple):
 
 class NormalHandle(TensorHandle):
     """Of a dispatch on CPUs."""
+
+    _KIND = MADE_ON_CPU
 
     @classmethod
     def build(
@@ -290,12 +310,37 @@ class NormalHandle(TensorHandle):
         return self.about.received, self.about.capacity
 
     def fits(self, device: torch.device) -> bool:
-        """See :meth:`NormalGpuHandle.fits`."""
-        return self.about.kind == MADE_ON_CPU and len(self) in (3, 7) and self._lies_on(device)
+        """See :meth:`TensorHandle.fits`; and there is room for as many rows as the route tells of."""
+        if not super().fits(device):
+            return False
+        route, nodes, ranks = self.route, self.nodes, self.about.ranks
+        rows = int(route[:ranks].sum()) if len(route) >= 2 * ranks else 0
+        return len(route) >= 2 * ranks + (rows + 1) // 2 and (
+            nodes is None
+            or nodes.relay_rows is None
+            or nodes.relay_marks is None
+            or int(nodes.relay_rows.sum()) == len(nodes.relay_marks)
+        )
+
+    def _forms(self) -> list[tuple[torch.dtype, Shape]]:
+        tokens, ranks = self.about.tokens, self.about.ranks
+        forms: list[tuple[torch.dtype, Shape]] = [(torch.int64, (None,)), (torch.bool, (tokens, ranks))]
+        if len(self) > 3:
+            nodes = self[3].numel()
+            marks = (None, -(-(ranks // nodes) // 8)) if nodes else (0, 0)
+            forms += [
+                (torch.int64, (nodes,)),
+                (torch.int32, (nodes, tokens)),
+                (torch.int64, (nodes,)),
+                (torch.uint8, marks),
+            ]
+        return forms
 
 
 class NormalGpuHandle(TensorHandle):
     """Of a dispatch on a device, where all its tensors but the first are."""
+
+    _KIND = MADE_ON_DEVICE
 
     @classmethod
     def build(
@@ -337,6 +382,12 @@ class NormalGpuHandle(TensorHandle):
         """How many rows a combine may bring back."""
         return (self.about.capacity,)
 
-    def fits(self, device: torch.device) -> bool:
-        """Whether tensors that were taken for a handle are those of one, on ``device``."""
-        return self.about.kind == MADE_ON_DEVICE and len(self) in (4, 5) and self._lies_on(device)
+    def _forms(self) -> list[tuple[torch.dtype, Shape]]:
+        about = self.about
+        route: Shape = (None, about.ranks, NORMAL_CHANNELS)
+        forms: list[tuple[torch.dtype, Shape]] = [
+            (torch.int64, route),
+            (torch.bool, (about.tokens, about.ranks)),
+            (torch.int64, (1,)),
+        ]
+        return [*forms, (torch.uint8, (None, -(-about.node_ranks // 8)))] if about.node_ranks else forms

@@ -36,8 +36,8 @@ OPERATIONS = ("ll_dispatch", "ll_combine", "normal_dispatch", "normal_combine")
 
 #: Durations kept per operation for the percentiles; older ones are overwritten.
 _KEPT = 8192
-#: Of the histogram of durations: bucket b counts calls of less than 2**b us and not less than half of it, bucket 0 none
-#: that takes a microsecond, the last one also what is longer.
+#: Of the histogram of durations: bucket b counts calls of less than 2**b us and not less than half of it, bucket 0
+#: those shorter than 1 us, the last one also longer ones.
 _BUCKETS = 26
 #: Calls of all operations that are kept one by one.
 _LATEST = 256
@@ -63,7 +63,8 @@ class OperationLog:
         self._counts: dict[str, dict[str, int]] = {op: {"count": 0, "tokens": 0, "rows": 0} for op in OPERATIONS}
         self._total = dict.fromkeys(OPERATIONS, 0)
         self._histogram = {op: [0] * _BUCKETS for op in OPERATIONS}
-        self._latest: collections.deque[tuple[float, str, int, float]] = collections.deque(maxlen=_LATEST)
+        self._latest: collections.deque[tuple[int, float, str, int, float]] = collections.deque(maxlen=_LATEST)
+        self._ended = 0
         self._durations: dict[str, npt.NDArray[np.int64]] = {op: np.zeros(_KEPT, dtype=np.int64) for op in OPERATIONS}
 
     def record(self, op: str, tokens: int, rows: int, nanoseconds: int, **extra: int) -> None:
@@ -80,16 +81,17 @@ class OperationLog:
         self._durations[op][counts["count"] % _KEPT] = nanoseconds
         self._total[op] += nanoseconds
         self._histogram[op][min((nanoseconds // 1000).bit_length(), _BUCKETS - 1)] += 1
-        self._latest.append((time.time(), op, tokens, nanoseconds / 1e9))
+        self._latest.append((self._ended, time.time(), op, tokens, nanoseconds / 1e9))
+        self._ended += 1
         counts["count"] += 1
         counts["tokens"] += tokens
         counts["rows"] += rows
         for name, value in extra.items():
             counts[name] = counts.get(name, 0) + value
 
-    def latest(self) -> list[tuple[float, str, int, float]]:
-        """The latest calls, newest last: when each ended (seconds since 1970), its operation, its tokens, and seconds
-        inside it."""
+    def latest(self) -> list[tuple[int, float, str, int, float]]:
+        """The latest calls, newest last: number of each, when it ended (seconds since 1970), its operation, its tokens,
+        and seconds inside it."""
         return list(self._latest.copy())
 
     def durations(self) -> dict[str, list[int]]:
@@ -225,7 +227,7 @@ class Reading(NamedTuple):
 
     Attributes:
         pid: of its process as this one counts; 0 where that is not to be seen from here.
-        counters: its ``Buffer.stats()``; None when it did not answer in time.
+        counters: its ``Buffer.stats()``, and its latest ``calls``; None when it did not answer in time.
     """
 
     pid: int

@@ -274,7 +274,8 @@ class TcpEndpoint:
     @property
     def reconnections(self) -> int:
         """Connections that broke and were made again."""
-        return 0 if self._mender is None else self._mender.reconnections
+        mender = self._mender
+        return 0 if mender is None else mender.reconnections
 
     def describe(self, peer: int) -> str:
         """How ``peer`` is reached."""

@@ -18,10 +18,10 @@ from uccl_ep_serving.cli import timeline
 from uccl_ep_serving.cli.timeline import Call, Sample, Track, events_of
 from uccl_ep_serving.stats import Reading, Served
 
-CALL = [10.5, "ll_dispatch", 8, 0.25]
+CALL = [7, 10.5, "ll_dispatch", 8, 0.25]
 
 
-def counters(time: float, count: int = 1, **changes: Any) -> dict[str, Any]:
+def counters(time: float, **changes: Any) -> dict[str, Any]:
     return {
         "rank": 1,
         "world": 4,
@@ -34,10 +34,11 @@ def counters(time: float, count: int = 1, **changes: Any) -> dict[str, Any]:
         "running": None,
         "waits_for": None,
         "transport_by_peer": {"0": "direct", "2": "tcp"},
-        "ops": {"ll_dispatch": {"count": count}, "ll_combine": {"count": 0}},
         "calls": [CALL],
         "bytes_sent": int(time * 3e6),
         "bytes_in_flight": 4,
+        "ring_depth": 2,
+        "queue_depth": 3,
         **changes,
     }
 
@@ -55,22 +56,41 @@ def of_line(events: list[dict[str, Any]], line: int) -> list[tuple[str, float, f
 
 
 def test_a_call_is_told_once_and_begins_where_it_began() -> None:
-    other = [11.0, "ll_combine", 8, 0.125]
-    events = events_of(track(counters(11.0), counters(12.0, 2, calls=[CALL, other])))
+    other = [8, 11.0, "ll_combine", 8, 0.125]
+    events = events_of(track(counters(11.0), counters(12.0, calls=[CALL, other])))
     assert of_line(events, 1) == [("ll_dispatch", 10.25, 0.25), ("ll_combine", 10.875, 0.125)]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"rank 1 of 4 (node1, pid 7)"}
 
 
+def test_calls_that_overlap_have_lines_of_their_own() -> None:
+    """Of two batches, or of threads: spans of one line lie behind or inside one another."""
+    calls = [[number, 10.0 + number, "ll_dispatch", 8, 2.5] for number in range(4)]
+    events = events_of(track(counters(20.0, calls=calls)))
+    assert [len(of_line(events, line)) for line in (1, 4, 5)] == [2, 1, 1]
+    for line in (1, 4, 5):
+        assert all(begin + length <= later for (_, begin, length), (_, later, _) in pairwise(of_line(events, line)))
+
+
 def test_what_came_too_fast_is_counted() -> None:
-    found = track(counters(1.0, 300), None, counters(2.0, 310, calls=[CALL, [11.0, "ll_combine", 8, 0.1]]))
-    assert found.missed == 9
+    found = track(counters(1.0), None, counters(2.0, calls=[[9, 11.0, "ll_combine", 8, 0.1]]))
+    assert found.missed == 1
     assert len(found.calls) == 2
+    assert track(counters(1.0, calls=[])).missed == 0
+    earlier = counters(1.0)
+    del earlier["calls"]
+    assert track(earlier).missed == 0
 
 
 def test_a_call_under_way_is_there() -> None:
     events = events_of(track(counters(20.0, running={"call": "low_latency_combine", "seconds": 5.0})))
     assert of_line(events, 1)[-1] == ("low_latency_combine, under way", 15.0, 5.0)
+
+
+def test_a_call_under_way_lasts_while_its_rank_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline.time, "time", lambda: 25.0)
+    events = events_of(track(counters(20.0, running={"call": "dispatch", "seconds": 5.0}), None))
+    assert of_line(events, 1)[-1] == ("dispatch, under way", 15.0, 10.0)
 
 
 def test_waits_and_states_last_until_there_is_another() -> None:
@@ -100,7 +120,7 @@ def test_rates_are_of_what_proxies_move() -> None:
     assert counted == {
         "MB/s": (3e6, {"sent": 3.0, "received": 0.0}),
         "bytes in flight": (3e6, {"bytes in flight": 4}),
-        "waiting commands": (3e6, {"waiting commands": 0}),
+        "waiting commands": (3e6, {"waiting commands": 5}),
     }
     direct = {"transport_by_peer": {"0": "direct"}}
     assert not [e for e in events_of(track(counters(1.0, **direct), counters(2.0, **direct))) if e["ph"] == "C"]
@@ -108,7 +128,7 @@ def test_rates_are_of_what_proxies_move() -> None:
 
 def test_no_two_buffers_have_one_number() -> None:
     """Of one process or of two hosts; and a file of one run has the same as a file of the next."""
-    one = Track([Sample(1.0, counters(1.0))], {Call(*CALL): None})
+    one = Track([Sample(1.0, counters(1.0))], {7: Call(*CALL)})
     elsewhere = Track([Sample(1.0, counters(1.0, host="node2"))])
     numbers = {events_of(found, number)[0]["pid"] for found in (one, elsewhere) for number in (0, 1)}
     assert len(numbers) == 4

@@ -156,6 +156,11 @@ def test_a_straggler_is_named_by_those_that_wait_for_it() -> None:
         counters(bytes_sent="much"),
         counters(calls=[1]),
         counters(latency={"0": []}),
+        counters(latency={"0": [0] * 65}),
+        counters(writes=10**400),
+        counters(state="\ud800"),
+        counters(time=float("nan")),
+        counters(calls=[[0, 1e308, "ll_dispatch", 1, 1.0]]),
     ],
 )
 def test_answers_of_no_buffer_are_none(strange: dict[str, Any]) -> None:
@@ -193,7 +198,8 @@ def test_open_buffers_are_found_and_shown() -> None:
         narrow = CliRunner().invoke(app, ["top", "--once", "--interval", "0.1"], env={"COLUMNS": "80"})
         assert "ll_dispatch" in narrow.output
         plain = CliRunner().invoke(app, ["top", "--json", "--pid", str(os.getpid())])
-        assert json.loads(plain.output) == [counters(1)]
+        # as they are, but for the latest calls
+        assert json.loads(plain.output) == [{name: one for name, one in counters(1).items() if name != "calls"}]
     finally:
         server.close()
     assert os.getpid() not in [one.pid for one in served()]

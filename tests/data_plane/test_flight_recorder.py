@@ -26,7 +26,7 @@ def recorder_in(place: Path) -> tuple[FlightRecorder, list[int]]:
         reads.append(0)
         return {"read": len(reads)}
 
-    recorder = FlightRecorder(str(place), 3, stats, lambda: [(1.5, "ll_dispatch", 8, 0.25)])
+    recorder = FlightRecorder(str(place), 3, stats, lambda: [(0, 1.5, "ll_dispatch", 8, 0.25)])
     recorder.group = "abcd"
     return recorder, reads
 
@@ -49,7 +49,7 @@ def test_what_was_known_first_is_kept_and_the_first_error_is_put_beside_it(tmp_p
     assert found["stats"] == {"read": 1}
     assert len(reads) == 1
     assert found["error"] == "PeerTimeout: silent"
-    assert found["calls"] == [[1.5, "ll_dispatch", 8, 0.25]]
+    assert found["calls"] == [[0, 1.5, "ll_dispatch", 8, 0.25]]
     here = found["threads"]["MainThread"][0]  # not where the recorder is
     assert here.endswith(test_what_was_known_first_is_kept_and_the_first_error_is_put_beside_it.__name__)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

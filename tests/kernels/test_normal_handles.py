@@ -26,6 +26,8 @@ KEPT: dict[str, Callable[[Any], Any]] = {
     "list": list,
     "elsewhere and back": lambda handle: tuple(one.clone() for one in handle),
     "deepcopy": copy.deepcopy,
+    # as what walks through containers builds them again
+    "its own type": lambda handle: type(handle)(one for one in handle),
 }
 
 
@@ -139,6 +141,9 @@ def test_what_is_no_handle_of_this_rank_is_refused() -> None:
             (mine[0], 3, mine[2]),
             altered(mine, kind=MADE_ON_DEVICE),
             altered(mine, tokens=7),
+            (mine[0], mine[1][:3], mine[2]),
+            (mine[0], mine[1][: 2 * 2 + 1], mine[2]),
+            (*mine, *mine[:2], mine[1], mine[2]),
             inputs.x[rank],
             None if rank else "handle",
         ):
@@ -148,7 +153,7 @@ def test_what_is_no_handle_of_this_rank_is_refused() -> None:
             normal.combine(inputs.rows(rank), handles[1 - rank])
         about, route, marks = altered(mine, rank=0, ranks=3)
         with pytest.raises(ConfigError, match="comes from rank 0 of 3"):
-            normal.combine(inputs.rows(rank), (about, route, marks.new_zeros(len(marks), 3)))
+            normal.combine(inputs.rows(rank), (about, torch.zeros_like(route), marks.new_zeros(len(marks), 3)))
         with pytest.raises(ConfigError, match="tokens, x has 7"):
             normal.dispatch(inputs.rows(rank)[:7], handle=mine)
         with pytest.raises(ConfigError, match="takes no topk_idx"):

@@ -235,7 +235,7 @@ METRICS = (
     Metric(
         "uccl_ep_proxy_write_seconds",
         HistogramMetricFamily,
-        "from posting a write to its completion, one at a time; begins anew when windows are rebuilt, has no sum",
+        "from posting a write to its completion, one at a time; without sum and count",
         (),
         _writes,
     ),

@@ -88,13 +88,13 @@ class Record(msgspec.Struct):
 
     Attributes:
         stats: its counters.
-        calls: its latest operations: when each ended, its name, its tokens, its seconds.
+        calls: its latest operations: number of each, when it ended, its name, its tokens, its seconds.
         threads: by the name of each Python thread, where it stood, innermost first.
         error: what an operation raised, "" where none did.
     """
 
     stats: Stats
-    calls: list[tuple[_Time, str, int, float]]
+    calls: list[tuple[int, _Time, str, int, float]]
     threads: dict[str, list[str]]
     error: str = ""
 
@@ -214,7 +214,7 @@ def _ranks(which: Iterable[int]) -> str:
 def _track(record: Record) -> tuple[int, Track]:
     """For a timeline, of a Buffer whose number in its process nobody wrote."""
     stats = msgspec.to_builtins(record.stats)
-    return 0, Track([Sample(record.stats.time, stats)], dict.fromkeys(map(Call._make, record.calls)))
+    return 0, Track([Sample(record.stats.time, stats)], {call[0]: Call(*call) for call in record.calls})
 
 
 def _table(flight: Flight) -> Table:
@@ -233,7 +233,7 @@ def _table(flight: Flight) -> Table:
 
 def _lines(rank: int, record: Record) -> Iterator[str]:
     """The latest calls of a rank, and its threads."""
-    for ended, operation, tokens, seconds in record.calls:
+    for _, ended, operation, tokens, seconds in record.calls:
         when = datetime.fromtimestamp(ended).isoformat(" ", "milliseconds")
         yield f"rank {rank}, {when}: {operation} of {tokens} tokens, {seconds * 1e3:.1f} ms, ended"
     for thread, stack in record.threads.items():

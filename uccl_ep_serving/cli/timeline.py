@@ -31,13 +31,15 @@ Event = dict[str, Any]
 #: Seconds between two readings. A Buffer tells its latest 256 calls (stats.py), and a reading takes it a millisecond.
 _INTERVAL = 0.05
 #: Lines of a rank.
-_CALLS, _WAITS, _STATES = range(1, 4)
-_LINES = {_CALLS: "calls", _WAITS: "waits for", _STATES: "state"}
+_CALLS, _WAITS, _STATES, _BESIDE = range(1, 5)
+_LINES = {_CALLS: "calls", _WAITS: "waits for", _STATES: "state", _BESIDE: "calls beside others"}
 
 
 class Call(NamedTuple):
-    """A dispatch or a combine: when it ended (seconds since 1970), its name, its tokens, seconds inside it."""
+    """A dispatch or a combine: which one of its Buffer, when it ended (seconds since 1970), its name, its tokens, and
+    seconds inside it, of both parts where it has a recv hook."""
 
+    number: int
     ended: float
     operation: str
     tokens: int
@@ -62,13 +64,11 @@ class Track:
 
     Attributes:
         samples: in order.
-        calls: without those that were told twice, in order.
-        missed: calls that ended between two looks and were told at none.
+        calls: by number, in order.
     """
 
     samples: list[Sample] = field(default_factory=list)
-    calls: dict[Call, None] = field(default_factory=dict)
-    missed: int = 0
+    calls: dict[int, Call] = field(default_factory=dict)
 
     def add(self, reading: Reading) -> None:
         """Another look."""
@@ -76,16 +76,14 @@ class Track:
         if counters is None:
             self.samples.append(Sample(time.time(), None))
             return
-        before = next((one.counters for one in reversed(self.samples) if one.counters is not None), None)
         self.samples.append(Sample(counters["time"], counters))
-        new = [call for call in map(Call._make, counters.get("calls", ())) if call not in self.calls]
-        self.calls.update(dict.fromkeys(new))
-        if before is not None:
-            self.missed += max(_called(counters) - _called(before) - len(new), 0)
+        # of a Buffer of an earlier version nothing is told
+        self.calls.update((call.number, call) for call in map(Call._make, counters.get("calls", ())))
 
-
-def _called(counters: Mapping[str, Any]) -> int:
-    return sum(int(one["count"]) for one in counters["ops"].values())
+    @property
+    def missed(self) -> int:
+        """Calls that ended between two looks and were told at none."""
+        return max(self.calls) - min(self.calls) + 1 - len(self.calls) if self.calls else 0
 
 
 def _named(counters: Mapping[str, Any], number: int) -> tuple[int, list[Event]]:
@@ -99,6 +97,16 @@ def _named(counters: Mapping[str, Any], number: int) -> tuple[int, list[Event]]:
         *(("thread_name", line, {"name": name}) for line, name in _LINES.items()),
     ]
     return key, [{"ph": "M", "pid": key, "tid": line, "name": name, "args": args} for name, line, args in names]
+
+
+def _calls(key: int, calls: Iterable[Call]) -> Iterator[Event]:
+    """Each call as one span that ends where it ended, on a line of its own where another one is under way."""
+    ends: list[float] = []
+    for _, ended, operation, tokens, inside in sorted(calls, key=lambda call: call.ended - call.seconds):
+        begun = ended - inside
+        line = next((index for index, end in enumerate(ends) if end <= begun), len(ends))
+        ends[line : line + 1] = [ended]
+        yield _span(key, _BESIDE + line - 1 if line else _CALLS, operation, begun, ended, {"tokens": tokens})
 
 
 def _span(key: int, line: int, name: str, since: float, until: float, args: Mapping[str, Any]) -> Event:
@@ -116,11 +124,10 @@ def events_of(track: Track, number: int = 0) -> list[Event]:
     if not told:
         return []
     key, events = _named(told[-1], number)
-    for ended, operation, tokens, inside in track.calls:
-        events.append(_span(key, _CALLS, operation, ended - inside, ended, {"tokens": tokens}))
+    events += _calls(key, track.calls.values())
     if running := told[-1].get("running"):
-        until = track.samples[-1].time
-        events.append(_span(key, _CALLS, f"{running['call']}, under way", until - running["seconds"], until, {}))
+        begun, until = told[-1]["time"] - running["seconds"], track.samples[-1].time
+        events.append(_span(key, _CALLS, f"{running['call']}, under way", begun, until, {}))
     events += _spans(key, _WAITS, [(sample.time, *_wait(sample.counters)) for sample in track.samples])
     events += _spans(key, _STATES, [(sample.time, *_state(sample.counters)) for sample in track.samples])
     if any(set(counters.get("transport_by_peer", {}).values()) - {DIRECT} for counters in told):
@@ -130,15 +137,15 @@ def events_of(track: Track, number: int = 0) -> list[Event]:
 
 def _wait(counters: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
     """For whom a rank waits, "" for nobody."""
-    wait = None if counters is None else counters["waits_for"]
+    wait = None if counters is None else counters.get("waits_for")
     return ("", {}) if wait is None else (f"rank {wait['peer']}", wait)
 
 
 def _state(counters: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
     if counters is None:
         return "silent", {}
-    why = {"why": counters["why"]} if counters["why"] else {}
-    return f"{counters['state']}, epoch {counters['epoch']}", why
+    why = counters.get("why")
+    return f"{counters['state']}, epoch {counters.get('epoch', 0)}", {"why": why} if why else {}
 
 
 def _spans(key: int, line: int, found: Sequence[tuple[float, str, dict[str, Any]]]) -> Iterator[Event]:
@@ -161,8 +168,9 @@ def _proxied(key: int, samples: Sequence[Sample]) -> Iterator[Event]:
             name: max(now.get(what, 0) - before.get(what, 0), 0) / (end - begin) / 1e6
             for name, what in (("sent", "bytes_sent"), ("received", "bytes_received"))
         }
-        levels = {"bytes in flight": "bytes_in_flight", "waiting commands": "ring_depth"}
-        counted = {"MB/s": rates, **{name: {name: now.get(what, 0)} for name, what in levels.items()}}
+        waiting = now.get("ring_depth", 0) + now.get("queue_depth", 0)
+        levels = {"bytes in flight": now.get("bytes_in_flight", 0), "waiting commands": waiting}
+        counted = {"MB/s": rates, **{name: {name: level} for name, level in levels.items()}}
         for name, args in counted.items():
             yield {"ph": "C", "pid": key, "tid": 0, "name": name, "ts": round(end * 1e6, 1), "args": args}
 

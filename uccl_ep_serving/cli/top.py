@@ -70,49 +70,54 @@ def read_all(pids: Sequence[int] = (), ranks: Sequence[int] = ()) -> dict[Served
     }
 
 
+#: What a sum of many stays far below, and a time: in seconds since 1970 or microseconds of a process's life.
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+_Time = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+
+
 class _Waits(msgspec.Struct):
-    samples: int
-    by_peer: dict[str, int]
-    seconds: float
+    samples: _Count
+    by_peer: dict[str, _Count]
+    seconds: _Time
 
 
 class _Wait(msgspec.Struct):
-    peer: int
+    peer: Annotated[int, msgspec.Meta(ge=-1, le=1 << 32)]
 
 
 class _Running(msgspec.Struct):
     call: str
-    seconds: float
+    seconds: _Time
 
 
 class _Operation(msgspec.Struct):
-    count: int
-    tokens: int
-    rows: int
-    total_us: float
-    p50_us: float
-    p99_us: float
+    count: _Count
+    tokens: _Count
+    rows: _Count
+    total_us: _Time
+    p50_us: _Time
+    p99_us: _Time
 
 
-_Buckets = Annotated[list[int], msgspec.Meta(min_length=1)]
+_Buckets = Annotated[list[_Count], msgspec.Meta(min_length=1, max_length=64)]
 
 
 class _Told(msgspec.Struct):
     """What is shown of an answer, here and by ``export`` and ``timeline``. Root asks processes of any user: they may
     answer anything."""
 
-    rank: int
-    world: int
+    rank: _Count
+    world: _Count
     host: str
-    pid: int
-    opened: float
-    time: float
+    pid: _Count
+    opened: _Time
+    time: _Time
     state: str
     waits: _Waits
     ops: dict[str, _Operation]
-    calls: list[tuple[float, str, int, float]] = []
+    calls: list[tuple[_Count, _Time, str, _Count, _Time]] = []
     why: str = ""
-    epoch: int = 0
+    epoch: _Count = 0
     running: _Running | None = None
     waits_for: _Wait | None = None
     masked: list[int] = []
@@ -120,21 +125,21 @@ class _Told(msgspec.Struct):
     transport_by_peer: dict[str, str] = {}
     durations: dict[str, _Buckets] = {}
     latency: dict[str, _Buckets] = {}
-    control_reconnections: int = 0
-    reconnections: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    messages_sent: int = 0
-    messages_received: int = 0
-    writes: int = 0
-    held_back: int = 0
-    duplicates: int = 0
-    retries: int = 0
-    sleeps: int = 0
-    ring_depth: int = 0
-    queue_depth: int = 0
-    writes_in_flight: int = 0
-    bytes_in_flight: int = 0
+    control_reconnections: _Count = 0
+    reconnections: _Count = 0
+    bytes_sent: _Count = 0
+    bytes_received: _Count = 0
+    messages_sent: _Count = 0
+    messages_received: _Count = 0
+    writes: _Count = 0
+    held_back: _Count = 0
+    duplicates: _Count = 0
+    retries: _Count = 0
+    sleeps: _Count = 0
+    ring_depth: _Count = 0
+    queue_depth: _Count = 0
+    writes_in_flight: _Count = 0
+    bytes_in_flight: _Count = 0
 
 
 def _understood(reading: Reading | None) -> Reading | None:
@@ -142,8 +147,10 @@ def _understood(reading: Reading | None) -> Reading | None:
     if reading is None or reading.counters is None:
         return reading
     try:
+        # no infinite numbers, and no half characters, which nobody could write down
+        json.dumps(reading.counters, allow_nan=False, ensure_ascii=False).encode()
         msgspec.convert(reading.counters, _Told)
-    except (msgspec.ValidationError, RecursionError):
+    except (ValueError, RecursionError):
         return Reading(reading.pid, None)
     return reading
 
@@ -286,7 +293,10 @@ def run(pids: Sequence[int], ranks: Sequence[int], interval: float, once: bool, 
     since = time.monotonic()
     if as_json:
         answers = [
-            one.counters or {"pid": one.pid, "state": "silent", "why": _silence(one.pid)} for one in before.values()
+            {name: value for name, value in one.counters.items() if name != "calls"}
+            if one.counters
+            else {"pid": one.pid, "state": "silent", "why": _silence(one.pid)}
+            for one in before.values()
         ]
         print(json.dumps(answers, indent=1))
         return _status(before)

@@ -379,8 +379,9 @@ class Runtime:
     # -- counters and end ---------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Plain counters of this rank; also what the live socket serves. What is summed over all proxies and over all
-        calls only grows while the Buffer is open; what is told by proxy and by stream begins anew with each epoch."""
+        """Plain counters of this rank; the live socket serves them, and the latest calls. What is summed over all
+        proxies and over all calls only grows while the Buffer is open; what is told by proxy and by stream begins anew
+        with each epoch."""
         plane = self._watch.plane
         state, why = state_of(self._watch)
         running, wait = self.turn.running, None if self._watch.closed else self._watch.waits_for

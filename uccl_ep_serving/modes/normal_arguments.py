@@ -186,13 +186,11 @@ class NormalArguments(Generic[_Handle]):
 
     def _again(self, handle: object) -> _Handle | None:
         """``handle``, also where it is the tensors of one (``ctx.saved_tensors``); None for anything else."""
-        if isinstance(handle, self._handles):
-            return handle
         if not isinstance(handle, tuple | list) or not all(isinstance(one, torch.Tensor) for one in handle):
             return None
         try:
             known = self._handles.again(handle)
-        except (ValueError, IndexError):
+        except ValueError:
             return None
         return known if known.fits(self._device) else None
 

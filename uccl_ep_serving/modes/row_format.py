@@ -152,6 +152,15 @@ def wire_format(form: RowFormat) -> NormalFormat:
     )
 
 
+def _handle(form: RowFormat) -> str:
+    """Of which dispatch the handle is, in words."""
+    opening, epoch, number = form.origin
+    if opening < 0:
+        return "no handle"
+    which = f"dispatch {number}" if number >= 0 else "a dispatch"
+    return f"the handle of {which} in epoch {epoch} of Buffer {opening:08x}"
+
+
 def shape_mismatch(form: RowFormat, rank: int, others: Iterable[tuple[int, int, int, int]]) -> ConfigError:
     """What to raise when peers were given another operation than ``form``.
 
@@ -163,7 +172,7 @@ def shape_mismatch(form: RowFormat, rank: int, others: Iterable[tuple[int, int, 
     return ConfigError(
         f"{form.name}: the ranks were given different operations, nothing was sent: rank {rank} "
         f"{_words(form.coding, form.row_bytes, form.meta_bytes)} (hidden {form.hidden}, top-k {form.topk}, "
-        f"{form.local_experts} local experts, {_channels(form)}, handle {form.origin[1:]}); {told}. Where these agree, "
+        f"{form.local_experts} local experts, {_channels(form)}, {_handle(form)}); {told}. Where these agree, "
         "hidden, top-k, the experts, the channels or the handle differ. Next step: make the same call on every rank, "
         "with the same num_sms, on CPUs or on GPUs alike; the group goes on"
     )
