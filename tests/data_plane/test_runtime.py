@@ -21,7 +21,7 @@ from uccl_ep_serving.protocol import context as ctx
 from uccl_ep_serving.protocol.layout import NormalPlan, WindowLayout
 
 #: Attributes of a Runtime that its construction sets.
-_SET = {"turn", "settings", "rank", "ranks", "record", "check"}
+_SET = {"turn", "settings", "rank", "ranks", "record", "check", "opening"}
 #: What only the stand-in has, for tests.
 _OWN = {"group", "records"}
 
