@@ -30,6 +30,11 @@ Event = dict[str, Any]
 
 #: Seconds between two readings. A Buffer tells its latest 256 calls (stats.py), and a reading takes it a millisecond.
 _INTERVAL = 0.05
+#: Of an answer: the whole of it, twenty times a second, fills memory.
+_SHOWN = (
+    *("host", "pid", "rank", "world", "time", "state", "why", "epoch", "running", "waits_for"),
+    *("bytes_sent", "bytes_received", "bytes_in_flight", "ring_depth", "queue_depth"),
+)
 #: Lines of a rank.
 _CALLS, _WAITS, _STATES, _BESIDE = range(1, 5)
 _LINES = {_CALLS: "calls", _WAITS: "waits for", _STATES: "state", _BESIDE: "calls beside others"}
@@ -51,7 +56,7 @@ class Sample(NamedTuple):
 
     Attributes:
         time: seconds since 1970, of the Buffer that answered, or of this process.
-        counters: what it answered, None for nothing.
+        counters: of what it answered :data:`_SHOWN`, None for nothing.
     """
 
     time: float
@@ -65,10 +70,12 @@ class Track:
     Attributes:
         samples: in order.
         calls: by number, in order.
+        proxied: whether peers are reached through proxies.
     """
 
     samples: list[Sample] = field(default_factory=list)
     calls: dict[int, Call] = field(default_factory=dict)
+    proxied: bool = False
 
     def add(self, reading: Reading) -> None:
         """Another look."""
@@ -76,7 +83,8 @@ class Track:
         if counters is None:
             self.samples.append(Sample(time.time(), None))
             return
-        self.samples.append(Sample(counters["time"], counters))
+        self.proxied |= any(way != DIRECT for way in counters.get("transport_by_peer", {}).values())
+        self.samples.append(Sample(counters["time"], {name: counters[name] for name in _SHOWN if name in counters}))
         # of a Buffer of an earlier version nothing is told
         self.calls.update((call.number, call) for call in map(Call._make, counters.get("calls", ())))
 
@@ -130,7 +138,7 @@ def events_of(track: Track, number: int = 0) -> list[Event]:
         events.append(_span(key, _CALLS, f"{running['call']}, under way", begun, until, {}))
     events += _spans(key, _WAITS, [(sample.time, *_wait(sample.counters)) for sample in track.samples])
     events += _spans(key, _STATES, [(sample.time, *_state(sample.counters)) for sample in track.samples])
-    if any(set(counters.get("transport_by_peer", {}).values()) - {DIRECT} for counters in told):
+    if track.proxied:
         events += _proxied(key, [sample for sample in track.samples if sample.counters is not None])
     return events
 
