@@ -16,6 +16,8 @@ import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from prometheus_client.core import HistogramMetricFamily
+
 import uccl_ep_serving
 from tests.mutants.score import EQUIVALENT, sums
 from tests.mutants.trial import KILLED, SURVIVED, TIMEOUT
@@ -65,7 +67,8 @@ def metrics_table() -> str:
         "| `uccl_ep_up` |  | 1 for a Buffer that answers, else 0 |",
     ]
     for metric in METRICS:
-        rows.append(f"| `{metric.scraped}` | {', '.join(metric.labels)} | {metric.meaning} |")
+        kind = " (histogram)" if metric.family is HistogramMetricFamily else ""
+        rows.append(f"| `{metric.scraped}`{kind} | {', '.join(metric.labels)} | {metric.meaning} |")
     return "\n".join(rows)
 
 
