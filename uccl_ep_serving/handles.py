@@ -209,25 +209,30 @@ class TensorHandle(tuple[torch.Tensor, ...]):
     """
 
     about: About
+    #: Where its tensors but the first are known to lie. What is built anew by a handle's type alone does not have it.
+    device: torch.device | None = None
     _KIND: ClassVar[int]
 
     @classmethod
     def of(cls, about: About, *tensors: torch.Tensor) -> Self:
         """A handle of these."""
         handle = cls((torch.tensor(about, dtype=torch.int64, device="cpu"), *tensors))
-        handle.about = about
+        handle.about, handle.device = about, tensors[0].device
         return handle
 
     @classmethod
-    def again(cls, tensors: Sequence[torch.Tensor]) -> Self:
-        """The handle that ``tensors`` were taken from. Raises ValueError where the first is none of a handle."""
+    def again(cls, tensors: Sequence[torch.Tensor], device: torch.device) -> Self | None:
+        """The handle on ``device`` that ``tensors`` were taken from, None where they are none of one."""
         handle = cls(tensors)
         if not handle or handle[0].dtype != torch.int64 or handle[0].shape != (len(About._fields),):
-            raise ValueError
+            return None
         handle.about = About(*handle[0].tolist())
+        if not handle._fits(device):
+            return None
+        handle.device = device
         return handle
 
-    def fits(self, device: torch.device) -> bool:
+    def _fits(self, device: torch.device) -> bool:
         """Whether its tensors but the first are on ``device`` and have the shapes that they were made with."""
         if self.about.kind != self._KIND or self.about.ranks < 1:
             return False
@@ -309,9 +314,9 @@ class NormalHandle(TensorHandle):
         """How many rows a combine may bring back."""
         return self.about.received, self.about.capacity
 
-    def fits(self, device: torch.device) -> bool:
-        """See :meth:`TensorHandle.fits`; and there is room for as many rows as the route tells of."""
-        if not super().fits(device):
+    def _fits(self, device: torch.device) -> bool:
+        """As of every handle; and there is room for as many rows as the route tells of."""
+        if not super()._fits(device):
             return False
         route, nodes, ranks = self.route, self.nodes, self.about.ranks
         rows = int(route[:ranks].sum()) if len(route) >= 2 * ranks else 0

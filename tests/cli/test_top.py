@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from uccl_ep_serving.cli import top
 from uccl_ep_serving.cli.main import app
+from uccl_ep_serving.cli.readings import understood
 from uccl_ep_serving.stats import LiveServer, Reading, Served, served
 
 ONE = Served(0, 7, 0)
@@ -164,8 +165,8 @@ def test_a_straggler_is_named_by_those_that_wait_for_it() -> None:
     ],
 )
 def test_answers_of_no_buffer_are_none(strange: dict[str, Any]) -> None:
-    assert top._understood(Reading(7, strange)) == Reading(7, None)
-    assert top._understood(Reading(7, counters())) == Reading(7, counters())
+    assert understood(Reading(7, strange)) == Reading(7, None)
+    assert understood(Reading(7, counters())) == Reading(7, counters())
 
 
 def test_a_terminal_obeys_nothing_of_an_answer() -> None:

@@ -20,6 +20,7 @@ from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
 from uccl_ep_serving.errors import ConfigError, PeerLost, PeerTimeout, UcclEpError
 from uccl_ep_serving.kernels.blocks import normal_device as block
+from uccl_ep_serving.modes.normal_gpu import _on_its_way
 from uccl_ep_serving.protocol import pipe
 from uccl_ep_serving.protocol.streams import NORMAL_CHANNELS
 
@@ -157,6 +158,8 @@ def after_a_mask(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     there = inputs.delivered()[rank]
     kept = there.source != 3
     assert same_bits(rows[kept], there.rows(inputs.x)[kept])
+    normal: Any = buffer._backend.normal
+    assert not _on_its_way(handle, normal._session.node_ranks("normal combine"))
     copies = oracle.in_rank(inputs.topk_idx[rank], 8, 4)[:, :3].sum(dim=1, keepdim=True)
     for received, way in ((rows, handle), (first.rows, first.handle)):
         back, _, _ = buffer.combine(received, way)

@@ -22,7 +22,7 @@ def _standing(exchange: StoreExchange, overrides: dict[str, Any]) -> list[dict[s
     for tokens in (8, 64):
         bodies.round_trip(buffer, tokens=tokens)
         told.append(buffer.stats())
-    for step in range(20):
+    for step in range(40):
         if exchange.rank == STRAGGLER:
             time.sleep(0.1)
         bodies.round_trip(buffer, seed=step)
@@ -34,16 +34,14 @@ def _standing(exchange: StoreExchange, overrides: dict[str, Any]) -> list[dict[s
 
 @pytest.mark.parametrize("path", ["tcp"])
 def test_counters_grow_over_epochs_and_a_straggler_is_named(ranks: Ranks, path: str) -> None:
-    told = ranks.run(3, _standing, PATHS[path])
-    for rank, (first, second, third, closed) in enumerate(told):
+    for rank, (first, second, third, closed) in enumerate(ranks.run(3, _standing, PATHS[path])):
         assert second["epoch"] == first["epoch"] + 1
         for name in ("bytes_sent", "bytes_received", "messages_sent", "messages_received", "commands", "iterations"):
             assert 0 < first[name] < second[name] < third[name], name
         assert [one["state"] for one in (first, second, third, closed)] == ["ok", "ok", "ok", "closed"]
         assert first["opened"] == third["opened"] <= first["time"] < third["time"]
         waits = third["waits"]["by_peer"]
-        if rank != STRAGGLER:
+        if rank == STRAGGLER:
+            assert sum(waits.values()) < third["waits"]["samples"] / 2
+        else:
             assert max(waits, key=waits.__getitem__) == str(STRAGGLER)
-    waited = [sum(one["waits"]["by_peer"].values()) / one["waits"]["samples"] for _, _, one, _ in told]
-    # few samples, and on a loaded machine each rank waits for others now and then
-    assert waited[STRAGGLER] < min(share for rank, share in enumerate(waited) if rank != STRAGGLER)

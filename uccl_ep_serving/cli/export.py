@@ -10,14 +10,14 @@ import itertools
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from uccl_ep_serving.cli.top import MISSING, read_all, ways
+from uccl_ep_serving.cli.readings import MISSING, Counters, read_all, waiting, ways
 from uccl_ep_serving.data_plane.standing import STATES
 from uccl_ep_serving.stats import Reading, Served
 
@@ -25,7 +25,6 @@ __all__ = ["METRICS", "Buffers", "Metric", "app"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-Counters = Mapping[str, Any]
 Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 #: By the values of a metric's own labels.
 Samples = Iterator[tuple[tuple[str, ...], "float | Distribution"]]
@@ -146,7 +145,7 @@ def _waited(counters: Counters) -> Samples:
 
 def _waiting(counters: Counters) -> Samples:
     if "ring_depth" in counters:
-        yield (), counters["ring_depth"] + counters["queue_depth"]
+        yield (), waiting(counters)
 
 
 METRICS = (

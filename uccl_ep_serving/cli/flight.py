@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from uccl_ep_serving.cli.console import plain, wide_console
+from uccl_ep_serving.cli.readings import Running
 from uccl_ep_serving.cli.timeline import Call, Sample, Track, write
 from uccl_ep_serving.data_plane.flight_recorder import SUFFIX
 from uccl_ep_serving.protocol.command import MAX_RANKS
@@ -41,11 +42,6 @@ class Wait(msgspec.Struct):
     channel: int = -1
     arrived: int = -1
     expected: int = -1
-
-
-class _Running(msgspec.Struct):
-    call: str
-    seconds: float
 
 
 class Stream(msgspec.Struct):
@@ -78,7 +74,7 @@ class Stats(msgspec.Struct):
     epoch: int
     begun: int
     why: str = ""
-    running: _Running | None = None
+    running: Running | None = None
     waits_for: Wait | None = None
     streams: list[Stream] = []
 

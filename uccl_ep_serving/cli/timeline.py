@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from uccl_ep_serving.cli.top import read_all
+from uccl_ep_serving.cli.readings import Counters, read_all, waiting
 from uccl_ep_serving.proxy.transport.select import DIRECT
 from uccl_ep_serving.stats import Reading, Served
 
@@ -60,7 +60,7 @@ class Sample(NamedTuple):
     """
 
     time: float
-    counters: Mapping[str, Any] | None
+    counters: Counters | None
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Track:
         return max(self.calls) - min(self.calls) + 1 - len(self.calls) if self.calls else 0
 
 
-def _named(counters: Mapping[str, Any], number: int) -> tuple[int, list[Event]]:
+def _named(counters: Counters, number: int) -> tuple[int, list[Event]]:
     """A number that no other Buffer has, of whichever host, and the events that give it and its lines names."""
     where = f"{counters['host']}, pid {counters['pid']}"
     #: Perfetto takes 32 bits, signed.
@@ -139,17 +139,17 @@ def events_of(track: Track, number: int = 0) -> list[Event]:
     events += _spans(key, _WAITS, [(sample.time, *_wait(sample.counters)) for sample in track.samples])
     events += _spans(key, _STATES, [(sample.time, *_state(sample.counters)) for sample in track.samples])
     if track.proxied:
-        events += _proxied(key, [sample for sample in track.samples if sample.counters is not None])
+        events += _proxied(key, told)
     return events
 
 
-def _wait(counters: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
+def _wait(counters: Counters | None) -> tuple[str, dict[str, Any]]:
     """For whom a rank waits, "" for nobody."""
     wait = None if counters is None else counters.get("waits_for")
     return ("", {}) if wait is None else (f"rank {wait['peer']}", wait)
 
 
-def _state(counters: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
+def _state(counters: Counters | None) -> tuple[str, dict[str, Any]]:
     if counters is None:
         return "silent", {}
     why = counters.get("why")
@@ -167,17 +167,17 @@ def _spans(key: int, line: int, found: Sequence[tuple[float, str, dict[str, Any]
             since = index
 
 
-def _proxied(key: int, samples: Sequence[Sample]) -> Iterator[Event]:
+def _proxied(key: int, told: Sequence[Counters]) -> Iterator[Event]:
     """Rates and levels of what goes through proxies."""
-    for (begin, before), (end, now) in pairwise(samples):
-        if before is None or now is None or end <= begin:
+    for before, now in pairwise(told):
+        begin, end = before["time"], now["time"]
+        if end <= begin:
             continue
         rates = {
             name: max(now.get(what, 0) - before.get(what, 0), 0) / (end - begin) / 1e6
             for name, what in (("sent", "bytes_sent"), ("received", "bytes_received"))
         }
-        waiting = now.get("ring_depth", 0) + now.get("queue_depth", 0)
-        levels = {"bytes in flight": now.get("bytes_in_flight", 0), "waiting commands": waiting}
+        levels = {"bytes in flight": now.get("bytes_in_flight", 0), "waiting commands": waiting(now)}
         counted = {"MB/s": rates, **{name: {name: level} for name, level in levels.items()}}
         for name, args in counted.items():
             yield {"ph": "C", "pid": key, "tid": 0, "name": name, "ts": round(end * 1e6, 1), "args": args}

@@ -9,12 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 import psutil
 import typer
 from rich.console import Group, RenderableType
@@ -23,15 +20,14 @@ from rich.table import Table
 from rich.text import Text
 
 from uccl_ep_serving.cli.console import plain, wide_console
+from uccl_ep_serving.cli.readings import MISSING, Counters, read_all, waiting, ways
 from uccl_ep_serving.data_plane.standing import WELL
 from uccl_ep_serving.proxy.transport.select import DIRECT
-from uccl_ep_serving.stats import Reading, Served, read, served
+from uccl_ep_serving.stats import Reading, Served
 
-__all__ = ["MISSING", "app", "is_well", "picture", "read_all", "run", "ways"]
+__all__ = ["app", "is_well", "picture", "run"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-Counters = Mapping[str, Any]
 
 _BUFFERS = (
     *("pid", "rank", "state", "peers", "MB/s sent", "MB/s received", "messages/s", "waiting", "in flight"),
@@ -45,114 +41,11 @@ _CAPTION = (
     "host does not know them, as in low latency on a GPU; p50 and p99: inside the latest calls, on a GPU the host's "
     "part alone. What a captured graph replays is no call."
 )
-#: Lists of peers that take no part.
-MISSING = ("masked", "lost")
 #: The part of the samples from which waiting for one rank is told.
 _TELLING = 0.1
 #: Seconds until the first picture, whose rates are over so many: nobody waits a whole interval before anything is seen.
 _FIRST_PICTURE = 0.25
-#: Buffers that are asked at once.
-_MOST_READERS = 64
 _NOTHING = "no open Buffer of this user in this network namespace"
-
-
-def read_all(pids: Sequence[int] = (), ranks: Sequence[int] = ()) -> dict[Served, Reading]:
-    """What every open Buffer answers, of these processes and ranks or of all, all asked at once."""
-    there = served()
-    with ThreadPoolExecutor(min(max(len(there), 1), _MOST_READERS)) as readers:
-        readings = dict(zip(there, map(_understood, readers.map(read, there)), strict=True))
-    return {
-        one: reading
-        for one, reading in readings.items()
-        if reading is not None
-        and (not pids or {one.pid, reading.pid} & set(pids))
-        and (not ranks or reading.counters is None or reading.counters.get("rank") in ranks)
-    }
-
-
-#: What a sum of many stays far below, and a time: in seconds since 1970 or microseconds of a process's life.
-_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-_Time = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
-
-
-class _Waits(msgspec.Struct):
-    samples: _Count
-    by_peer: dict[str, _Count]
-    seconds: _Time
-
-
-class _Wait(msgspec.Struct):
-    peer: Annotated[int, msgspec.Meta(ge=-1, le=1 << 32)]
-
-
-class _Running(msgspec.Struct):
-    call: str
-    seconds: _Time
-
-
-class _Operation(msgspec.Struct):
-    count: _Count
-    tokens: _Count
-    rows: _Count
-    total_us: _Time
-    p50_us: _Time
-    p99_us: _Time
-
-
-_Buckets = Annotated[list[_Count], msgspec.Meta(min_length=1, max_length=64)]
-
-
-class _Told(msgspec.Struct):
-    """What is shown of an answer, here and by ``export`` and ``timeline``. Root asks processes of any user: they may
-    answer anything."""
-
-    rank: _Count
-    world: _Count
-    host: str
-    pid: _Count
-    opened: _Time
-    time: _Time
-    state: str
-    waits: _Waits
-    ops: dict[str, _Operation]
-    calls: list[tuple[_Count, _Time, str, _Count, _Time]] = []
-    why: str = ""
-    epoch: _Count = 0
-    running: _Running | None = None
-    waits_for: _Wait | None = None
-    masked: list[int] = []
-    lost: list[int] = []
-    transport_by_peer: dict[str, str] = {}
-    durations: dict[str, _Buckets] = {}
-    latency: dict[str, _Buckets] = {}
-    control_reconnections: _Count = 0
-    reconnections: _Count = 0
-    bytes_sent: _Count = 0
-    bytes_received: _Count = 0
-    messages_sent: _Count = 0
-    messages_received: _Count = 0
-    writes: _Count = 0
-    held_back: _Count = 0
-    duplicates: _Count = 0
-    retries: _Count = 0
-    sleeps: _Count = 0
-    ring_depth: _Count = 0
-    queue_depth: _Count = 0
-    writes_in_flight: _Count = 0
-    bytes_in_flight: _Count = 0
-
-
-def _understood(reading: Reading | None) -> Reading | None:
-    """``reading``, as one without an answer where it is none of a Buffer of this version."""
-    if reading is None or reading.counters is None:
-        return reading
-    try:
-        # no infinite numbers, and no half characters, which nobody could write down
-        json.dumps(reading.counters, allow_nan=False, ensure_ascii=False).encode()
-        msgspec.convert(reading.counters, _Told)
-    except (ValueError, RecursionError):
-        return Reading(reading.pid, None)
-    return reading
 
 
 def is_well(reading: Reading) -> bool:
@@ -170,13 +63,6 @@ def _silence(pid: int) -> str:
         return f"it does not answer: its process is stopped. Next step: kill -CONT {pid}"
     step = f"Next step: look where it is (py-spy dump --pid {pid})"
     return f"it does not answer: its process ({status}) holds the interpreter's lock, or gets no core. {step}"
-
-
-def ways(counters: Counters) -> dict[str, int]:
-    """How many peers are reached which way, by its name; those that are masked or lost are not counted."""
-    missing = {str(rank) for state in MISSING for rank in counters.get(state, ())}
-    found = Counter(way for peer, way in counters.get("transport_by_peer", {}).items() if peer not in missing)
-    return dict(sorted(found.items()))
 
 
 def _peers(counters: Counters) -> str:
@@ -209,7 +95,7 @@ def _proxied(now: Counters, before: Counters, seconds: float) -> Iterator[str]:
     for name in ("bytes_sent", "bytes_received"):
         yield f"{_rate(name, now, before, seconds) / 1e6:,.1f}"
     yield f"{_rate('messages_sent', now, before, seconds):,.0f}"
-    yield f"{now.get('ring_depth', 0) + now.get('queue_depth', 0):,}"
+    yield f"{waiting(now):,}"
     yield f"{now.get('writes_in_flight', 0):,}"
 
 

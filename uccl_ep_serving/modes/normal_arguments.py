@@ -186,13 +186,11 @@ class NormalArguments(Generic[_Handle]):
 
     def _again(self, handle: object) -> _Handle | None:
         """``handle``, also where it is the tensors of one (``ctx.saved_tensors``); None for anything else."""
+        if isinstance(handle, self._handles) and handle.device == self._device:
+            return handle
         if not isinstance(handle, tuple | list) or not all(isinstance(one, torch.Tensor) for one in handle):
             return None
-        try:
-            known = self._handles.again(handle)
-        except ValueError:
-            return None
-        return known if known.fits(self._device) else None
+        return self._handles.again(handle, self._device)
 
     def _check_rows(self, name: str, x: object) -> torch.Tensor:
         """``x`` as a contiguous matrix on the device whose rows are multiples of 16 bytes."""
