@@ -136,7 +136,7 @@ def test_worst_case_outputs_keep_unused_rows_empty():
 def test_rows_without_ids_and_weights():
     """DeepEP allows a dispatch by is_token_in_rank alone."""
     inputs = Case((50, 20, 30), experts=12).inputs()
-    delivered = inputs.delivered()
+    delivered = inputs.delivered
 
     def body(runtime):
         normal = Normal(runtime)
@@ -170,7 +170,7 @@ def test_packed_exponent_scales_travel_as_they_are():
         changed = dataclasses.replace(inputs, scales=strided)
         return dispatch(Normal(runtime), changed, runtime.rank)[0]
 
-    for (rows, scales), there in zip(DirectGroup(2).run(body), inputs.delivered(), strict=True):
+    for (rows, scales), there in zip(DirectGroup(2).run(body), inputs.delivered, strict=True):
         assert same_bits(rows, there.rows(inputs.x))
         assert same_bits(scales, there.rows(packed))
 
@@ -181,7 +181,7 @@ def test_bias_is_added_before_rounding(biases: int, dtype: torch.dtype):
     inputs = Case((40, 30), experts=8, dtype=dtype, lost=0.6).inputs()
     generator = torch.Generator().manual_seed(2)
     bias = [[torch.randn(n, 256, generator=generator).to(dtype) for _ in range(biases)] for n in (40, 30)]
-    delivered = inputs.delivered()
+    delivered = inputs.delivered
 
     def body(runtime):
         normal = Normal(runtime)
@@ -260,7 +260,7 @@ def test_records_tokens_and_remote_rows():
         round_trip(Normal(runtime), inputs, runtime.rank)
         return runtime.records
 
-    delivered = inputs.delivered()
+    delivered = inputs.delivered
     for rank, records in enumerate(DirectGroup(2).run(body)):
         away = sum(int((there.source == rank).sum()) for peer, there in enumerate(delivered) if peer != rank)
         back = int((delivered[rank].source != rank).sum())

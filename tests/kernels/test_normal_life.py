@@ -25,7 +25,7 @@ def test_a_masked_rank_drops_out(heap: int) -> None:
     """Ranks 0 and 2 mask rank 1, which does nothing: its rows are missing from the sums and all else is there."""
     case = Case((40, 30, 20), experts=12)
     inputs = case.inputs()
-    delivered = inputs.delivered()
+    delivered = inputs.delivered
 
     def body(runtime: Any) -> Outcome | None:
         if runtime.rank == 1:
@@ -52,7 +52,7 @@ def test_a_masked_rank_drops_out(heap: int) -> None:
 
 def test_a_rank_masked_between_dispatch_and_combine() -> None:
     inputs = Case((40, 30, 20), experts=12).inputs()
-    delivered = inputs.delivered()
+    delivered = inputs.delivered
     barrier = threading.Barrier(3)
 
     def body(runtime: Any) -> torch.Tensor | None:

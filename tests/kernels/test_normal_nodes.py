@@ -195,7 +195,7 @@ def test_rows_without_ids_and_weights(named_twice: bool) -> None:
     if named_twice:
         ids = [torch.cat([ids, ids], dim=1) for ids in inputs.topk_idx]
         inputs = dataclasses.replace(inputs, topk_idx=ids, topk_weights=[torch.ones(one.shape) for one in ids])
-    delivered = inputs.delivered()
+    delivered = inputs.delivered
 
     def body(runtime: Any) -> Any:
         normal = Normal(runtime)
@@ -223,7 +223,7 @@ def test_rows_without_ids_and_weights(named_twice: bool) -> None:
 def test_bias_is_added_once() -> None:
     inputs = Case((40, 30, 20, 10), experts=8, dtype=torch.float32, lost=0.6).inputs()
     bias = [torch.randn(n, 256, generator=torch.Generator().manual_seed(n)) for n in (40, 30, 20, 10)]
-    delivered = inputs.delivered()
+    delivered = inputs.delivered
     rows = [there.rows(inputs.x) for there in delivered]
 
     def body(runtime: Any) -> torch.Tensor:
@@ -322,13 +322,13 @@ def test_after_a_rank_was_masked_rows_go_to_each_rank() -> None:
         second = round_trip(normal, inputs, rank)
         assert second.handle.nodes is None
         rows, *_, handle, _ = normal.dispatch(inputs.rows(rank), handle=first.handle)
-        kept = inputs.delivered()[rank].source != 3
+        kept = inputs.delivered[rank].source != 3
         assert same_bits(second.rows, rows[kept])
         return rows, normal.combine(rows, handle)[0]
 
     with nodes(4, 2) as group:
         results = group.run(body)
-    delivered = inputs.delivered()
+    delivered = inputs.delivered
     for rank in range(3):
         there = delivered[rank]
         kept = there.source != 3

@@ -129,7 +129,7 @@ def test_many_dispatches_in_flight_to_their_combines() -> None:
 
     results = DirectGroup(3, PLAN).run(body)
     for index, one in enumerate(inputs):
-        delivered = one.delivered()
+        delivered = one.delivered
         outputs = [expert_outputs(there.rows(one.x), rank) for rank, there in enumerate(delivered)]
         for rank, combined in enumerate(results):
             expected = oracle.normal_combine(outputs, delivered, rank, one.case.tokens[rank])

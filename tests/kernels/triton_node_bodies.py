@@ -102,7 +102,7 @@ def without_ids(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     received, idx, weights, counts, handle, _ = buffer.dispatch(
         inputs.x[rank], num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert
     )
-    there = inputs.delivered()[rank]
+    there = inputs.delivered[rank]
     assert (idx, weights) == (None, None)
     assert same_bits(received, there.rows(inputs.x))
     assert counts == list(there.expert_counts)
@@ -155,7 +155,7 @@ def after_a_mask(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
         _until_lost(buffer, rank, inputs)
     buffer.low_latency_update_mask_buffer(3, True)
     rows, _, _, _, handle, _ = buffer.dispatch(inputs.rows(rank), handle=first.handle)
-    there = inputs.delivered()[rank]
+    there = inputs.delivered[rank]
     kept = there.source != 3
     assert same_bits(rows[kept], there.rows(inputs.x)[kept])
     normal: Any = buffer._backend.normal

@@ -227,7 +227,7 @@ def without_ids(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     received, idx, weights, counts, handle, _ = buffer.dispatch(
         inputs.x[rank], num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert
     )
-    there = inputs.delivered()[rank]
+    there = inputs.delivered[rank]
     copies = in_rank.sum(dim=1, keepdim=True)
     in_rank.logical_not_()  # the caller counts its next batch into the same tensors
     assert idx is None
@@ -285,7 +285,7 @@ def layouts(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, int
             )
         counted[name] = names.count("mark_tokens")
         assert names.count("report_ids") == 1
-        there = wanted.delivered()[rank]
+        there = wanted.delivered[rank]
         assert same_bits(rows, there.rows(inputs.x))
         assert same_bits(topk_idx, there.topk_idx)
         assert counts == list(there.expert_counts)
@@ -313,7 +313,7 @@ def biases(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
     buffer, rank = opened(exchange, overrides), exchange.rank
     inputs = Case(tokens=(5, 3), experts=4, topk=2, dtype=torch.float32).inputs()
     received, _, _, counts, handle, _ = normal_cases.dispatch(buffer, inputs, rank, expert_alignment=8)
-    assert counts == [-(-count // 8) * 8 for count in inputs.delivered()[rank].expert_counts]
+    assert counts == [-(-count // 8) * 8 for count in inputs.delivered[rank].expert_counts]
     first, second = torch.ones_like(inputs.x[rank]), torch.full_like(inputs.x[rank], 2.0)
     plain, _, _ = buffer.combine(received, handle)
     one, _, _ = buffer.combine(received, handle, bias=first)
@@ -439,7 +439,7 @@ def bad_ids(exchange: StoreExchange, overrides: dict[str, Any], worst: int) -> s
     except ConfigError as error:
         text = str(error)
     if received is not None:
-        there = inputs.delivered()[rank]
+        there = inputs.delivered[rank]
         assert same_bits(received[: len(there.source)], there.rows(inputs.x))
     run_cases(buffer, rank, [case])
     return text
@@ -480,7 +480,7 @@ def soak(exchange: StoreExchange, overrides: dict[str, Any], steps: int, seed: i
         again = dice.random() < 0.3
         outcome = normal_cases.round_trip(buffer, inputs, rank, num_worst_tokens=worst)
         normal_cases.check_rank(inputs, rank, outcome, worst=worst)
-        there = inputs.delivered()[rank]
+        there = inputs.delivered[rank]
         rows = outcome.rows[: len(there.source)]
         expected = digest(there.rows(inputs.x))
         assert digest(rows) == expected, step
@@ -643,7 +643,7 @@ def asynchronous(
     gpu: Any = buffer._gpu
     order = gpu.order = LateOrder()
     inputs = Case(tokens=tokens, experts=2 * len(tokens), topk=2, dtype=torch.float8_e4m3fn).inputs()
-    there = inputs.delivered()[rank]
+    there = inputs.delivered[rank]
     for allocating in where:
         options: dict[str, Any] = {"async_finish": True, "allocate_on_comm_stream": allocating}
         with Allocations() as notes, pytest.MonkeyPatch.context() as patch:

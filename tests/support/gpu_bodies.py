@@ -173,7 +173,7 @@ def run_normal_case(
     inputs = case.inputs()
     there, outcome = checked_round_trip(buffer, device, rank, inputs, worst=worst)
     assert bool(outcome.handle.about.node_ranks) == crossed
-    rows = len(inputs.delivered()[rank].source)
+    rows = len(inputs.delivered[rank].source)
     again, *_, handle, _ = buffer.dispatch(there.rows(rank), handle=outcome.handle)
     for cached, first in zip(_parts(again), _parts(outcome.received), strict=True):
         assert same_bits(cached[:rows].cpu(), first[:rows].cpu())

@@ -17,7 +17,7 @@ def exact_sums(normal: Any, rank: int) -> None:
     is itself, the sign of a zero included."""
     inputs = Case(tokens=(6, 5, 0, 7), experts=4, topk=4, lost=0.3, seed=9).inputs()
     received, _, _, _, handle, _ = normal_cases.dispatch(normal, inputs, rank)
-    delivered = inputs.delivered()
+    delivered = inputs.delivered
     outputs = [
         torch.randn(len(one.source), inputs.case.hidden, generator=torch.Generator().manual_seed(peer)).bfloat16()
         for peer, one in enumerate(delivered)

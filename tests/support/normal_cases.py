@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -73,7 +74,9 @@ class Inputs:
     def rows(self, rank: int) -> Any:
         return (self.x[rank], self.scales[rank]) if self.quantised else self.x[rank]
 
+    @cached_property
     def delivered(self) -> list[oracle.NormalReceived]:
+        """What each rank receives."""
         return oracle.normal_dispatch(self.topk_idx, self.topk_weights, self.case.experts)
 
 
@@ -162,7 +165,7 @@ def check(inputs: Inputs, outcomes: Sequence[Outcome], alignment: int = 1, worst
 
 def check_rank(inputs: Inputs, rank: int, outcome: Outcome, alignment: int = 1, worst: int = 0) -> None:
     """Compare what a rank got with the oracle: dispatch bit by bit, combine by DeepEP's tolerances."""
-    delivered = inputs.delivered()
+    delivered = inputs.delivered
     there = delivered[rank]
     n = len(there.source)
     assert len(outcome.rows) == (worst or n)

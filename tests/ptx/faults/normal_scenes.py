@@ -101,7 +101,7 @@ def _bad_ids(normal: Any, runtime: ModelRuntime) -> None:
         assert "an expert id outside -1 .. 3, at position 3 of topk_idx" in str(error), error
     else:
         received = normal_cases.dispatch(normal, inputs, rank)[0]
-        check_bits("rows", received, inputs.delivered()[rank].rows(inputs.x))
+        check_bits("rows", received, inputs.delivered[rank].rows(inputs.x))
     _go_on(normal, rank, _FEW)
 
 

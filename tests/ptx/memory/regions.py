@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -90,7 +90,10 @@ class Regions:
 
     def add(self, new: Region) -> list[Region]:
         """Registers ``new``, and forgets the regions that it overlaps, which are returned."""
-        old = [one for one in self._regions if one.start < new.end and new.start < one.end]
+        # none overlaps another, so they end in the order of their starts
+        at = max(bisect_right(self._starts, new.start) - 1, 0)
+        until = bisect_left(self._starts, new.end)
+        old = [one for one in self._regions[at:until] if new.start < one.end]
         for one in old:
             self.remove(one)
         at = bisect_right(self._starts, new.start)
@@ -102,7 +105,7 @@ class Regions:
         return old
 
     def remove(self, old: Region) -> None:
-        at = self._regions.index(old)
+        at = self._regions.index(old, bisect_left(self._starts, old.start))
         del self._regions[at], self._starts[at]
         if old.watched:
             self.watched.remove(old)
