@@ -5,10 +5,10 @@
 Compiled for sm_90, cold, one after another: what an engine needs for dispatches in FP8, from a handle in BF16, and
 combines in BF16, of DeepSeek-V3, in a node and between nodes. Executed: one dispatch with a promise and its combine in
 BF16, of ranks that map each other's windows, by Triton's kernels and by bulk copies; the combined tokens are checked.
-A group has so many tokens, whatever its ranks: the machine steps each thread.
+A group has so many tokens, whatever its ranks, by Triton's kernels also twice as many: what a token more takes.
 Programs run one after another and look again until all has come, so that instructions are those of work and of turns.
-``--before``: an earlier commit beside this one, compiled only. It takes hours; with ``--json`` a run that was
-interrupted goes on where it was (:mod:`benchmarks.parts`).
+``--before``: an earlier commit beside this one, compiled only. All of it takes an hour of a core; with ``--json`` a run
+that was interrupted goes on where it was (:mod:`benchmarks.parts`).
 """
 
 from __future__ import annotations
@@ -225,6 +225,7 @@ def measure(groups: Sequence[int], tokens: int, before: str = "", parts: Parts |
     result["executed"] = {
         f"{ranks} {copy}": part(ROOT, "execute", ranks, tokens, copy) for ranks in groups for copy in COPIES
     }
+    result["doubled"] = {f"{ranks} triton": part(ROOT, "execute", ranks, 2 * tokens, "triton") for ranks in groups}
     return result
 
 
@@ -268,21 +269,26 @@ def markdown(found: Mapping[str, Any]) -> str:
         count, seconds, slowest = compile_sums(triton).values()
         written = [f"{sum(one[key] for one in triton):,}" for key in ("text", "bytes")]
         sums.append([way, str(count), f"{seconds:.0f}", *written, f"{slowest:.1f}", f"{found['lines'][way]:,}"])
-    executed = [
-        [f"EP{key.replace(' ', ', ')}", f"`{name}`", *(f"{one[what]:,.0f}" for what in one)]
-        for key, parts in found["executed"].items()
-        for name, one in parts.items()
-    ]
+    executed = []
+    for key, parts in found["executed"].items():
+        doubled = found.get("doubled", {}).get(key, {})
+        for name, one in parts.items():
+            more = f"{_of_a_token(found, key, one, doubled[name]):,.0f}" if name in doubled else "-"
+            executed.append([f"EP{key.replace(' ', ', ')}", f"`{name}`", *(f"{one[what]:,.0f}" for what in one), more])
     of_sums = ("commit", "Triton's kernels", *list(COMPILED.values())[:3], "the slowest", "lines of Python")
     about = (
         f"Compiled for sm_90, 8 ranks, between nodes of 4, on one core. Before is {found['before'] or 'not measured'}. "
         f"Executed: {found['tokens']} tokens of {HIDDEN} BF16 values in all, {LOCAL_EXPERTS} experts of a rank, "
-        f"top-{TOPK}, over mapped windows, {PROGRAMS} programs; instructions of PTX of warps, 8 of a program."
+        f"top-{TOPK}, over mapped windows, {PROGRAMS} programs; instructions of PTX of warps, 8 of a program. "
+        "A token more: what all warps of a rank execute for each token that it has above these, by a count with twice "
+        "as many."
     )
     tables = [
         markdown_table(of_sums, sums),
         markdown_table(("commit", "kernel", "where", *COMPILED.values()), kernels),
-        markdown_table(("ranks, copies", "kernel", "launches", "longest program", "all programs"), executed),
+        markdown_table(
+            ("ranks, copies", "kernel", "launches", "longest program", "all programs", "a token more"), executed
+        ),
     ]
     # not counted in the record of an earlier commit
     if moved := found.get("moved"):
@@ -291,6 +297,11 @@ def markdown(found: Mapping[str, Any]) -> str:
             markdown_table(("kernel", *(f"{what}, times the bytes of rows" for what in MOVED.values())), rows)
         )
     return "\n\n".join((*tables, about))
+
+
+def _of_a_token(found: Mapping[str, Any], key: str, one: Mapping[str, float], doubled: Mapping[str, float]) -> float:
+    """Instructions of all warps of a rank for a token more; ``key``: ranks and way of copying of both counts."""
+    return (doubled["executed"] - one["executed"]) * int(key.split()[0]) / found["tokens"]
 
 
 def main() -> None:

@@ -228,10 +228,12 @@ class Reading(NamedTuple):
     Attributes:
         pid: of its process as this one counts; 0 where that is not to be seen from here.
         counters: its ``Buffer.stats()``, and its latest ``calls``; None when it did not answer in time.
+        strange: why its answer is none that this version understands, where it is none; then there are no counters.
     """
 
     pid: int
     counters: dict[str, Any] | None
+    strange: str = ""
 
 
 def served() -> list[Served]:

@@ -38,12 +38,16 @@ def test_the_table_says_what_was_compiled_and_executed() -> None:
     ways = {"now": [{"kernel": name, **compiled} for name in ("dispatch_rows", "copy_dispatch")], "before": []}
     ways["before"] = [{"kernel": "advance", **compiled, "nodes": True, "seconds": 21.0}]
     executed = {"8 tma": {"copy_dispatch": {"launches": 1.0, "longest": 7781, "executed": 153997.5}}}
+    executed["8 triton"] = {"dispatch_rows": {"launches": 1.0, "longest": 5000, "executed": 40000.0}}
+    doubled = {"8 triton": {"dispatch_rows": {"launches": 1.0, "longest": 9000, "executed": 46000.0}}}
     moved = {"combine_rows": {"loaded": 2.0, "stored": 1.281}}
     found = {"before": "abc", "tokens": 16, "lines": {"now": 2700, "before": 4000}, "moved": moved}
-    table = normal_counts.markdown({**found, "compiled": ways, "executed": executed})
+    table = normal_counts.markdown({**found, "compiled": ways, "executed": executed, "doubled": doubled})
     assert "| now | 1 | 4 | 5,000 | 300,000 | 4.2 | 2,700 |" in table
     assert "| before | `advance` | between nodes | 21 | 5,000 | 3e+05 | 200 | 0 | 64 |" in table
-    assert "| EP8, tma | `copy_dispatch` | 1 | 7,781 | 153,998 |" in table
+    assert "| EP8, tma | `copy_dispatch` | 1 | 7,781 | 153,998 | - |" in table
+    # 6,000 more for the 2 tokens more of a rank
+    assert "| EP8, triton | `dispatch_rows` | 1 | 5,000 | 40,000 | 3,000 |" in table
     assert "| `combine_rows` | 2.00 | 1.28 |" in table
 
 

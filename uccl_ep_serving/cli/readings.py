@@ -95,15 +95,15 @@ class _Told(msgspec.Struct):
 
 
 def understood(reading: Reading | None) -> Reading | None:
-    """``reading``, as one without an answer where it is none of a Buffer of this version."""
+    """``reading``, without counters where they are none of a Buffer of this version."""
     if reading is None or reading.counters is None:
         return reading
     try:
         # no infinite numbers, and no half characters, which nobody could write down
         json.dumps(reading.counters, allow_nan=False, ensure_ascii=False).encode()
         msgspec.convert(reading.counters, _Told)
-    except (ValueError, RecursionError):
-        return Reading(reading.pid, None)
+    except (ValueError, RecursionError) as error:
+        return Reading(reading.pid, None, strange=str(error))
     return reading
 
 

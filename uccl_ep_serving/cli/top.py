@@ -53,8 +53,13 @@ def is_well(reading: Reading) -> bool:
     return reading.counters is not None and reading.counters.get("state", "ok") in WELL
 
 
-def _silence(pid: int) -> str:
-    """Why a process does not answer, as far as the system knows."""
+def _silence(pid: int, strange: str) -> str:
+    """Why a process does not answer, as far as the system knows, or what is ``strange`` in its answer."""
+    if strange:
+        return (
+            f"its answer is none of this version's: {plain(strange)}. Next step: use the uccl-ep of the environment in "
+            f"which it runs (ls -l /proc/{pid}/exe)"
+        )
     try:
         status = psutil.Process(pid).status()
     except psutil.Error:
@@ -139,11 +144,11 @@ def picture(
     for column in buffers.columns[4:9] + operations.columns[3:]:
         column.justify = "right"
     troubles = []
-    for one, (pid, counters) in now.items():
+    for one, (pid, counters, strange) in now.items():
         shown = str(pid or one.pid)
         if counters is None:
-            buffers.add_row(shown, "-", Text("silent", "red"))
-            troubles.append(f"process {shown}: {_silence(pid)}")
+            buffers.add_row(shown, "-", Text("strange" if strange else "silent", "red"))
+            troubles.append(f"process {shown}: {_silence(pid, strange)}")
             continue
         earlier, first = _same(one, counters, before), _same(one, counters, begun or {})
         who, state = (shown, f"{counters.get('rank')} of {counters.get('world')}"), plain(counters.get("state", "ok"))
@@ -181,7 +186,11 @@ def run(pids: Sequence[int], ranks: Sequence[int], interval: float, once: bool, 
         answers = [
             {name: value for name, value in one.counters.items() if name != "calls"}
             if one.counters
-            else {"pid": one.pid, "state": "silent", "why": _silence(one.pid)}
+            else {
+                "pid": one.pid,
+                "state": "strange" if one.strange else "silent",
+                "why": _silence(one.pid, one.strange),
+            }
             for one in before.values()
         ]
         print(json.dumps(answers, indent=1))
