@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import importlib
@@ -379,9 +378,13 @@ def _total(proxies: Sequence[dict[str, int]]) -> dict[str, int]:
 _running: weakref.WeakSet[ProxyService] = weakref.WeakSet()
 
 
-@atexit.register
 def _stop_all() -> None:
     for service in list(_running):
         # A forked child inherits the set but no threads; a thread that does not stop cannot be helped here.
         with contextlib.suppress(ProxyDied):
             service.stop(time.monotonic() + 2.0)
+
+
+# Finalizers run from the newest to the oldest, so Buffers have closed by then, which takes their proxies. A function of
+# atexit may come before all of them: torch, too, has finalizers.
+weakref.finalize(ProxyService, _stop_all)

@@ -226,3 +226,34 @@ def test_compiled_code_is_kept_in_absolute_directories_only(monkeypatch: pytest.
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert cache_base({"XDG_CACHE_HOME": "cache"}) == []
     assert cache_base({"UCCL_EP_CACHE_DIR": "here", "XDG_CACHE_HOME": "/x"}) == [str(tmp_path / "here"), "/x"]
+
+
+def test_what_a_variable_takes_a_field_takes() -> None:
+    for variable in SETTINGS:
+        for value in VALID[variable.field].values():
+            Settings(**{variable.field: value}).check()
+    Settings(timeout=2).check()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("transport", "shmm"),
+        ("hierarchy", "of"),
+        ("device", "gpu"),
+        ("timeout", float("inf")),
+        ("timeout", float("nan")),
+        ("proxies", 0),
+        ("proxies", "2"),
+        ("proxies", True),
+        ("direct", 0),
+        ("ring_slots", 1000),
+        ("port_range", (5, 4)),
+        ("secret_file", None),
+    ],
+)
+def test_a_field_takes_nothing_else(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"settings: {field}="):
+        Settings(**{field: value}).check()  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"settings: {field}="):
+        Settings.from_environment({}, **{field: value})

@@ -20,7 +20,7 @@ from .config import Settings
 from .control_plane.bootstrap import Exchange, TorchExchange, refusing
 from .data_plane.gpu_direct import Gpu, GpuMemory
 from .data_plane.runtime import Runtime
-from .data_plane.turn import Turn, in_turn
+from .data_plane.turn import Turn, if_free, in_turn
 from .errors import ConfigError, UcclEpError
 from .gpu.program_budget import DEFAULT_SMS
 from .handles import EventHandle, EventOverlap, LowLatencyHandle, NormalHandle
@@ -172,7 +172,9 @@ class Buffer:
                 check_integer(name, value, 0)
                 for name, value in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes))
             ]
-            settings = settings or Settings.from_environment()
+            if settings is None:
+                settings = Settings.from_environment()
+            settings.check()
             found = torch.cuda.is_available()
             if settings.device == "cuda" and not found:
                 raise ConfigError("UCCL_EP_DEVICE=cuda, and torch finds no GPU here")
@@ -189,12 +191,12 @@ class Buffer:
             self._backend = cpu_backend(self.runtime) if on_cpu else None
             if settings.device in ("cuda", "interpreter"):
                 self._serve(torch.device("cuda" if settings.device == "cuda" else "cpu"))
+            self._observer = observer(settings, self.rank, self.group_size, self.runtime.stats)
         except BaseException:
             # its threads would keep it alive, and the others would wait for a rank that is never used
             self.runtime.close(0.0)
             raise
         self.layer: int | None = UNKNOWN_LAYER
-        self._observer = observer(settings, self.rank, self.group_size, self.runtime.stats)
         self._finalizer = weakref.finalize(self, _end, self.runtime, self._observer, 1.0)
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -216,13 +218,20 @@ class Buffer:
         where something is wrong until the ranks agree on it, at most UCCL_EP_TIMEOUT.
 
         Every operation does this. Who replays captured graphs calls none, and asks here between replays: after a
-        failure their kernels send nothing and leave zeros.
+        failure their kernels send nothing and leave zeros. Beside a call of another thread only what ends all calls is
+        raised: the rest is for that call to find.
 
         Raises:
             ConfigError: among others, the windows were rebuilt since the graphs were captured.
             PeerTimeout, PeerLost, ProxyDied, TransportError, ProtocolError: as named.
             UcclEpError: the Buffer is closed.
         """
+        if not self._check():
+            self.runtime.check_usable()
+
+    @if_free
+    def _check(self) -> None:
+        """See :meth:`check`."""
         phase, gpu = "replayed operations", self._gpu
         if gpu is not None:
             gpu.take_report()

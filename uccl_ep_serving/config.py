@@ -1,6 +1,6 @@
 """Settings: every ``UCCL_EP_*`` variable, read once, checked, frozen.
 
-This is the only module that reads ``UCCL_EP_*``. A :class:`Settings` is built when a Buffer is created; ranks
+The key itself (``UCCL_EP_SECRET``) is read elsewhere. A :class:`Settings` is built when a Buffer is created; ranks
 exchange the ones marked "agreed" at bootstrap and refuse to start when they differ. Unknown ``UCCL_EP_*`` variables are
 reported, because a misspelt setting that silently does nothing costs hours.
 """
@@ -110,6 +110,7 @@ class Settings:
         values["nccl_ib_hca"] = environment.get("NCCL_IB_HCA", "")
         given = {**values, **overrides}
         settings = cls(**given)
+        settings.check()
         if "peer_bytes_in_flight" not in given:
             room = max(settings.bytes_in_flight // 2, LEAST_IN_FLIGHT)
             settings = dataclasses.replace(settings, peer_bytes_in_flight=min(settings.peer_bytes_in_flight, room))
@@ -120,6 +121,21 @@ class Settings:
             )
         return settings
 
+    def check(self) -> None:
+        """Raise ConfigError where a value is none that its variable may have: a Settings may be made of any."""
+        for variable in SETTINGS:
+            value, default = getattr(self, variable.field), getattr(_DEFAULTS, variable.field)
+            if value == default and type(value) is type(default):
+                continue
+            try:
+                parsed = variable.parse(_written(variable.field, value))
+                if type(value) not in ({int, float} if isinstance(parsed, float) else {type(parsed)}):
+                    raise ValueError(f"must be of type {type(parsed).__name__}")
+            except ValueError as error:
+                raise ConfigError(
+                    f"settings: {variable.field}={value!r}: {error}. Meaning: {variable.meaning}"
+                ) from None
+
     @property
     def least_channels(self) -> int:
         """Channels where no NIC asks for more: streams are dealt to proxies by channel, so none of them idles."""
@@ -128,6 +144,18 @@ class Settings:
     def agreed(self) -> dict[str, Any]:
         """The values on which all ranks must agree, by variable name."""
         return {variable.name: getattr(self, variable.field) for variable in SETTINGS if variable.agreed}
+
+
+_DEFAULTS = Settings()
+
+
+def _written(field: str, value: object) -> str:
+    """``value`` as the variable of ``field`` has it."""
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, tuple):
+        return ("-" if field == "port_range" else ",").join(map(str, value))
+    return str(value)
 
 
 #: Holds the key itself. It is no setting: those are shown, compared and handed on.

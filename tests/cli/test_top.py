@@ -166,7 +166,8 @@ def test_a_straggler_is_named_by_those_that_wait_for_it() -> None:
 )
 def test_answers_of_no_buffer_are_none(strange: dict[str, Any]) -> None:
     found = understood(Reading(7, strange))
-    assert found is not None and found[:2] == (7, None)
+    assert found is not None
+    assert found[:2] == (7, None)
     buffers, _, trouble = top.picture({ONE: found}, {}, 2.0)
     assert cells(buffers)[0][:3] == ["7", "-", "strange"]
     assert f"none of this version's: {found.strange}. Next step" in str(trouble)

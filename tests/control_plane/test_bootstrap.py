@@ -198,3 +198,14 @@ def test_a_group_in_which_a_rank_was_interrupted_is_not_used_again(monkeypatch: 
         TorchExchange(group[0]).all_gather(b"x")
     with pytest.raises(BootstrapError, match=r"was interrupted while the ranks opened it.*Next step: make it again"):
         TorchExchange(group[0]).all_gather(b"x")
+
+
+def test_a_store_exchange_that_was_interrupted_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that read the part of the call before would take it for one of the next."""
+    exchange = StoreExchange(dist.HashStore(), 0, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(bootstrap.time, "sleep", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            exchange.all_gather(b"x")
+    with pytest.raises(BootstrapError, match=r"was interrupted. Next step: make another StoreExchange, with a new"):
+        exchange.all_gather(b"x")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from uccl_ep_serving.data_plane.turn import Turn, in_turn
+from uccl_ep_serving.data_plane.turn import Turn, if_free, in_turn
 from uccl_ep_serving.errors import ConfigError
 
 
@@ -33,6 +33,11 @@ class Worker:
         if fails:
             raise ValueError("of its own")
         return self.work.__wrapped__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @if_free
+    def _look(self) -> None:
+        self.calls += 1
+        time.sleep(0.05)
 
 
 def test_another_thread_is_refused_by_name_and_the_call_goes_on() -> None:
@@ -160,3 +165,33 @@ def test_torch_compile_breaks_its_graph_there_and_traces_nothing_below() -> None
         doubled, number, more = layer(torch.ones(3))
         assert (doubled.sum(), number, more.sum()) == (6, call, 6)
         assert seen == [False] * call
+
+
+def test_what_is_made_if_free_is_left_out_beside_a_call() -> None:
+    worker, until = Worker(), threading.Event()
+    thread = threading.Thread(target=lambda: worker.work(until))
+    thread.start()
+    while not worker.calls:
+        time.sleep(0.001)
+    assert not worker._look()
+    until.set()
+    thread.join(10)
+    assert worker._look()
+    assert worker.calls == 2
+
+
+def test_a_call_waits_for_the_end_of_a_look() -> None:
+    """A thread that looks how the Buffer is must not have an operation of another one refused."""
+    worker, ended = Worker(), threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            worker._look()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for _ in range(10):
+        worker.work()
+        time.sleep(0.01)
+    ended.set()
+    thread.join(10)

@@ -261,3 +261,20 @@ def test_a_handle_of_another_epoch_or_buffer_is_refused(ranks: Any) -> None:
     words = "the windows were rebuilt since the dispatch of this handle was sent .* go on with a dispatch on every rank"
     with pytest.raises(ConfigError, match=words):
         epoch.check_handle("combine", handle, owner)
+
+
+def test_a_receive_in_place_of_a_dropped_hook_is_made_again_after_an_interruption() -> None:
+    flight, made = InFlight("dispatches"), list[int]()
+
+    def receive() -> None:
+        made.append(len(made))
+        if len(made) == 1:
+            raise KeyboardInterrupt
+
+    number = flight.start()
+    flight.drop(number, receive, None)
+    with pytest.raises(KeyboardInterrupt):
+        flight.receive_dropped(None)
+    assert flight.has_dropped
+    flight.receive_dropped(None)
+    assert (made, flight.has_dropped, flight.count) == ([0, 1], False, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 from tests.support import bodies
+from tests.support.combinations import first_of
 from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
-from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.errors import ConfigError, UcclEpError
 from uccl_ep_serving.modes import low_latency_cpu
 
 Call = Callable[[Buffer], None]
@@ -203,3 +205,47 @@ def keep_over_a_change(exchange: StoreExchange, overrides: dict[str, Any]) -> bo
     same = torch.equal(received, before)
     buffer.destroy()
     return same and torch.equal(received, before)
+
+
+def looked_at(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, list[str]]:
+    """Rank 1 grows while rank 0 waits for it, under the eyes of threads that ask whether all is well."""
+    buffer, ended, alarms = bodies.opened(exchange, overrides), threading.Event(), list[str]()
+
+    def look() -> None:
+        while not ended.wait(0.0005):
+            try:
+                buffer.check()
+            except UcclEpError as error:
+                alarms.append(str(error))
+
+    bodies.round_trip(buffer)
+    eyes = [threading.Thread(target=look) for _ in range(2)]
+    for thread in eyes:
+        thread.start()
+    try:
+        refusal = ""
+        try:
+            if exchange.rank == 1:
+                time.sleep(0.2)
+                wider(buffer)
+            else:
+                usual(buffer)
+        except ConfigError as error:
+            refusal = str(error)
+        for seed in range(20):
+            bodies.round_trip(buffer, seed)
+        for hidden in (384, 512, 640):
+            bodies.round_trip(buffer, hidden=hidden)
+    finally:
+        ended.set()
+        for thread in eyes:
+            thread.join()
+    buffer.destroy()
+    return refusal, alarms
+
+
+@pytest.mark.parametrize("path", first_of("tcp", "direct"))
+def test_whoever_asks_how_a_buffer_is_disturbs_no_call(ranks: Ranks, path: str) -> None:
+    for refusal, alarms in ranks.run(2, looked_at, PATHS[path]):
+        assert "the ranks disagree" in refusal
+        assert alarms == []

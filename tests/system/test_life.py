@@ -5,8 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -211,3 +215,112 @@ def test_what_the_facade_refuses() -> None:
         buffer.destroy()
     with pytest.raises(UcclEpError, match="closed"):
         buffer.get_local_buffer_tensor(torch.uint8)
+
+
+def grow_without_room(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, float]:
+    """Rank 1 cannot make its new window."""
+    buffer = bodies.opened(exchange, overrides)
+    bodies.round_trip(buffer)
+
+    def no_room(*_: Any, **__: Any) -> Segment:
+        raise TransportError("cannot make a shared segment: File too large")
+
+    begun = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if exchange.rank == 1:
+            patch.setattr(Segment, "create", no_room)
+        text = _told(lambda: bodies.round_trip(buffer, hidden=256))
+    seconds = time.monotonic() - begun
+    buffer.destroy()
+    return text, seconds
+
+
+def test_a_rank_that_has_no_room_for_its_new_window_tells_the_others(ranks: Ranks) -> None:
+    (zero, seconds), (one, _) = ranks.run(2, grow_without_room, PATHS["direct"])
+    assert one == "TransportError: cannot make a shared segment: File too large"
+    assert zero.startswith("PeerLost: ")
+    assert "rank 1 is gone (it failed (cannot make a shared segment: File too large))" in zero
+    assert seconds < 10
+
+
+def open_without_room(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
+    """Rank 1 cannot make its first window."""
+
+    def no_room(*_: Any, **__: Any) -> Segment:
+        raise TransportError("cannot make a shared segment: File too large")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if exchange.rank == 1:
+            patch.setattr(Segment, "create", no_room)
+        return _told(lambda: bodies.opened(exchange, overrides))
+
+
+def test_a_rank_that_cannot_open_tells_the_others_why(ranks: Ranks) -> None:
+    zero, one = ranks.run(2, open_without_room, PATHS["direct"])
+    assert one == "TransportError: cannot make a shared segment: File too large"
+    assert "rank 1 is gone (it failed (cannot make a shared segment: File too large))" in zero
+
+
+def close_under_a_step(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, float]:
+    """Another thread of rank 0 waits for rank 1 to grow when rank 0 closes; rank 1 closes as well."""
+    buffer = bodies.opened(exchange, overrides)
+    bodies.round_trip(buffer)
+    texts: list[str] = []
+    if exchange.rank == 0:
+        thread = threading.Thread(target=lambda: texts.append(_told(lambda: bodies.round_trip(buffer, hidden=256))))
+        thread.start()
+        while not buffer.stats()["waits_for"]:
+            time.sleep(0.01)
+        begun = time.monotonic()
+        buffer.destroy()
+        thread.join()
+        return texts[0], time.monotonic() - begun
+    time.sleep(1.0)
+    buffer.destroy()
+    return "", 0.0
+
+
+def test_closing_ends_a_step_of_another_thread(ranks: Ranks) -> None:
+    (text, seconds), _ = ranks.run(2, close_under_a_step, PATHS["direct"])
+    assert text.startswith("UcclEpError: ")
+    assert "this Buffer was closed meanwhile" in text
+    assert seconds < 5
+
+
+#: A program that keeps a Buffer to its end. What rank 0 has sent last is much, and nobody waits for it there.
+KEPT_TO_THE_END = """
+import sys
+import torch, torch.distributed as dist
+from uccl_ep_serving.buffer import Buffer
+from uccl_ep_serving.config import Settings
+from uccl_ep_serving.control_plane.bootstrap import StoreExchange
+
+rank, place = int(sys.argv[1]), sys.argv[2]
+settings = Settings.from_environment({}, direct=False, transport="tcp", device="cpu", heap_bytes=1 << 20)
+buffer = Buffer(StoreExchange(dist.FileStore(place, 2), rank, 2), low_latency_mode=True, settings=settings)
+tokens = 0 if rank else 1024
+x, ids = torch.ones(tokens, 7168, dtype=torch.bfloat16), torch.ones(tokens, 1, dtype=torch.int64)
+for _ in range(2):
+    counts = buffer.low_latency_dispatch(x, ids, 1024, 2, use_fp8=False)[1]
+    assert counts.tolist() == [1024 * rank]
+"""
+
+
+def test_what_was_sent_before_the_interpreter_ends_arrives(tmp_path: Path) -> None:
+    """Buffers close before their proxies are stopped, whatever else has finalizers."""
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", KEPT_TO_THE_END, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [program.communicate(timeout=90)[0] for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    assert [program.returncode for program in programs] == [0, 0], said
+    assert "closes without the others" not in "".join(said)

@@ -21,6 +21,7 @@ from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.control_plane import steps
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
+from uccl_ep_serving.data_plane.compiling import COMPILING
 from uccl_ep_serving.errors import ConfigError, PeerLost, PeerTimeout, UcclEpError
 from uccl_ep_serving.oracle import LowLatencyInput
 
@@ -285,3 +286,42 @@ def test_ranks_that_mask_different_peers_are_told(ranks: Ranks) -> None:
     assert "rank 2 has masked it" in zero[0]
     assert two[0].startswith("1:")
     assert "rank 0 has masked it" in two[0]
+
+
+def dies_in_the_last_step_of_compiling(exchange: StoreExchange, overrides: dict[str, Any]) -> list[str]:
+    """Before the first normal operation the lost rank answers rank 0, and not rank 2: one knows that all can go on."""
+    buffer = bodies.opened(exchange, overrides)
+    if exchange.rank == LOST:
+        send = steps.send_frame
+
+        def half(link: Any, kind: int, number: int = 0, body: bytes = b"", descriptors: Any = ()) -> None:
+            if COMPILING.encode() not in body[:20]:
+                send(link, kind, number, body, descriptors)
+            elif link.peer == 0:
+                send(link, kind, number, body, descriptors)
+                time.sleep(0.1)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        steps.send_frame = half
+    x, topk_idx, weights = bodies.tokens_of(exchange.rank, 8, 128, 6, 2)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(topk_idx, 6)
+    layout: Any = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
+    raised = []
+    for _ in range(3):
+        try:
+            received = buffer.dispatch(x, topk_idx=topk_idx, topk_weights=weights, **layout)[0]
+            mine = [bodies.tokens_of(peer, 8, 128, 6, 2) for peer in (0, 2)]
+            rows = [given[(ids // 2 == exchange.rank).any(dim=1)] for given, ids, _ in mine]
+            assert torch.equal(received, torch.cat(rows))
+            break
+        except PeerLost as error:
+            raised.append(type(error).__name__)
+            buffer.low_latency_update_mask_buffer(error.peer, True)
+    buffer.destroy()
+    return raised
+
+
+def test_ranks_that_lost_one_on_the_way_to_normal_mode_go_on(ranks: Ranks) -> None:
+    ranks.start(3, dies_in_the_last_step_of_compiling, PATHS["tcp"])
+    found = ranks.finish([0, 2])
+    assert [one for _, one in found.values()] == [["PeerLost"], ["PeerLost"]]

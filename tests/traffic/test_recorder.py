@@ -220,6 +220,7 @@ def test_a_directory_that_cannot_be_is_one_warning(
     (said,) = warnings(caplog)
     assert "nothing is recorded" in said
     assert open_recorder("/proc", every=1, whole=True, rank=0, ranks=1) is None
+    assert open_recorder("~nobody-of-that-name/trace", every=1, whole=True, rank=0, ranks=1) is None
 
 
 def test_copies_that_pile_up_are_left_out(

@@ -166,12 +166,19 @@ class StoreExchange:
         self._store = c10d.PrefixStore(name, store)
         self._timeout: float = store.timeout.total_seconds()  # type: ignore[attr-defined]
         self._calls = 0
+        self._is_interrupted = False
         self.rank = rank
         self.size = size
         self.store_host = _store_host(store)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload. Raises BootstrapError when a rank does not appear within the store's timeout."""
+        if self._is_interrupted:
+            # the others may have read this rank's part of the call before, and would take it for one of the next
+            raise BootstrapError(
+                f"rank {self.rank}: an earlier all-gather of this exchange was interrupted. Next step: make another "
+                "StoreExchange, with a new name, on all ranks"
+            )
         self._calls += 1
         # a store's values are text for its type hints; base64 keeps any store happy
         self._store.set(f"{self._calls}/{self.rank}", base64.b64encode(payload).decode())
@@ -184,6 +191,9 @@ class StoreExchange:
             raise
         except RuntimeError as error:
             raise BootstrapError(f"rank {self.rank}: the store of the {self.size} ranks failed: {error}") from error
+        except BaseException:
+            self._is_interrupted = True
+            raise
 
     def _forget(self) -> None:
         """This rank has read everything: the last one that has takes it out of the store."""

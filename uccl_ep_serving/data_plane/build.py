@@ -17,6 +17,7 @@ import msgspec
 
 from ..config import Settings
 from ..control_plane.bootstrap import Introduction
+from ..control_plane.frames import close_all
 from ..control_plane.mesh import ControlMesh
 from ..errors import BootstrapError, ConfigError, ProtocolError, TransportError
 from ..native.groups import load
@@ -128,13 +129,15 @@ class PlaneBuilder:
         own_digest = layout.digest.to_bytes(8, "little")
         answers = self._gather("sharing windows", own_digest, descriptors=[window.fd, mailbox.fd])
         strange = [peer for peer, (digest, _) in enumerate(answers) if digest not in (b"", own_digest)]
-        local = self._mesh.local_peers & self._liveness.present
-        addresses = plane.map_peers(rank, local, [taken for _, taken in answers])
         if strange:
+            for _, taken in answers:
+                close_all(taken)
             raise BootstrapError(
                 f"rank {rank}: rank {strange[0]} lays its window out differently. Likely cause: the ranks run "
                 "different builds of the same version"
             )
+        local = self._mesh.local_peers & self._liveness.present
+        addresses = plane.map_peers(rank, local, [taken for _, taken in answers])
         window.close_descriptor()
         mailbox.close_descriptor()
         return addresses

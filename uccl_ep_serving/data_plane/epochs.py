@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterator
 from ..config import Settings
 from ..control_plane.bootstrap import Introduction
 from ..control_plane.mesh import ControlMesh
-from ..errors import REBUILD_GROUP, ConfigError, Evicted, PeerError, TransportError, UcclEpError, in_words
+from ..errors import (
+    REBUILD_GROUP,
+    ConfigError,
+    Evicted,
+    PeerError,
+    ProtocolError,
+    TransportError,
+    UcclEpError,
+    in_words,
+)
 from ..protocol.layout import LowLatencyPlan, LowLatencyRoom, NormalPlan
 from ..proxy.stats import add_up
 from .agreement import SETUP, Outcome, Proposal, decide, read_proposal
@@ -64,7 +73,11 @@ class Epochs:
     def start(self, introduction: Introduction) -> None:
         """Build the first data plane. Collective."""
         self._builder = PlaneBuilder(self._mesh, introduction, self._settings, self._normal, self._gpu)
-        self._install(None)
+        try:
+            self._install(None)
+        except BaseException as error:
+            self._tell(error)
+            raise
 
     def rebuild(self, plan: LowLatencyPlan | None, objection: str, compile: Callable[[], object]) -> None:
         """Begin a new epoch on all ranks that are not masked, as Runtime says."""
@@ -132,6 +145,7 @@ class Epochs:
             what = f"rank {self._mesh.rank} could not rebuild its window: {type(named).__name__}: {named}".rstrip(": ")
             # an error that blames a peer says what to do: mask it
             self.watch.broken = what if isinstance(named, PeerError) else f"{what}. {REBUILD_GROUP}"
+            self._tell(error)
             if isinstance(named, UcclEpError):
                 self.watch.note(named)
             try:
@@ -140,6 +154,14 @@ class Epochs:
                 raise named from error
             finally:
                 del named  # this frame is in the traceback: a cycle would keep windows mapped
+
+    def _tell(self, error: BaseException) -> None:
+        """Have the others hear what is wrong with this rank alone: not at their deadline, nor only that it is gone."""
+        liveness = self._mesh.liveness
+        if not (isinstance(error, (PeerError, ProtocolError)) or self.watch.closed or liveness.stopped):
+            liveness.fail(in_words(error))
+            # a second or two: who leaves right after this has told them first
+            liveness.answer(SETUP)
 
     def _agree(
         self,

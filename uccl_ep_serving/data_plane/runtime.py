@@ -64,7 +64,8 @@ class Runtime:
 
     Attributes:
         rank, ranks, settings: of the group.
-        check: raises what is known to be wrong before an operation starts.
+        check: raises what is known to be wrong before an operation starts; ``check_usable`` only that the Buffer is
+            closed, forked or broken, from any thread.
 
     Raises:
         ConfigError, BootstrapError, TransportError: nothing is left open.
@@ -104,6 +105,7 @@ class Runtime:
         self._watch = self._epochs.watch
         self._watch.recorder = recorder
         self.check = self._watch.check
+        self.check_usable = self._watch.check_usable
         self._live: LiveServer | None = None
         try:
             introduction = introduce(
@@ -443,7 +445,7 @@ class Runtime:
             or plane.space.failed
         ):
             return
-        if plane.space.busy_elsewhere():
+        if plane.space.busy_elsewhere() or self._mesh.steps.present:
             _log.warning("rank %d closes under an operation of another of its threads, which ends here", self.rank)
             return
         try:

@@ -18,40 +18,68 @@ import torch._C._dynamo.eval_frame as frames
 
 from ..errors import ConfigError
 
-__all__ = ["HasTurn", "Turn", "in_turn"]
+__all__ = ["HasTurn", "Turn", "if_free", "in_turn"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+#: Between two looks whether a brief call has ended; and how long one is waited for, longer than any may take.
+_PAUSE_SECONDS, _LONGEST_SECONDS = 20e-6, 600.0
+
+
 class _Holder(NamedTuple):
-    """The call that runs: its name, the ident of its thread, and since when, a ``time.monotonic()`` instant."""
+    """The call that runs: its name, the ident of its thread, and since when, a ``time.monotonic()`` instant.
+
+    Attributes:
+        brief: other threads wait for its end, which is bounded, instead of being refused.
+    """
 
     call: str
     thread: int
     since: float
+    brief: bool = False
 
 
 class Turn:
     """Whose call of a Buffer runs."""
 
-    __slots__ = ("_holders",)
+    __slots__ = ("_holders", "_is_wanted")
 
     def __init__(self) -> None:
         #: Under key 0 the one that runs. A single operation of a dict takes the turn and says whose it is: no signal
         #: handler and no other thread comes between the two.
         self._holders: dict[int, _Holder] = {}
+        #: A call waits for the end of a brief one: no other begins before.
+        self._is_wanted = False
 
     def take(self, call: str) -> None:
         """Begin ``call``. Raises ConfigError while another one runs."""
-        mine = _Holder(call, threading.get_ident(), time.monotonic())
+        try:
+            while (holder := self._try(call)) is not None:
+                is_long = time.monotonic() - holder.since > _LONGEST_SECONDS
+                if not holder.brief or is_long or holder.thread == threading.get_ident():
+                    raise _refusal(call, holder)
+                self._is_wanted = True
+                time.sleep(_PAUSE_SECONDS)
+        finally:
+            self._is_wanted = False
+
+    def take_if_free(self, call: str) -> bool:
+        """Begin ``call``, for whose end calls of other threads wait; False while another one runs, or waits for the end
+        of such a one."""
+        return not self._is_wanted and self._try(call, brief=True) is None
+
+    def _try(self, call: str, brief: bool = False) -> _Holder | None:
+        """Begin ``call`` unless another one runs, which is returned."""
+        mine = _Holder(call, threading.get_ident(), time.monotonic(), brief)
         holder = self._holders.setdefault(0, mine)
         if holder is mine:
-            return
-        if holder.thread == mine.thread and not _runs_below(sys._getframe(2)):
+            return None
+        if holder.thread == mine.thread and not _runs_below(sys._getframe(3)):
             self._holders[0] = mine  # a signal handler raised in this thread before the call could begin
-            return
-        raise _refusal(call, holder)
+            return None
+        return holder
 
     @property
     def running(self) -> tuple[str, float] | None:
@@ -114,6 +142,29 @@ def in_turn(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_
     functools.update_wrapper(taking_turns, method)
     _break_graphs(taking_turns)
     return taking_turns
+
+
+def if_free(method: Callable[[_S], None]) -> Callable[[_S], bool]:
+    """``method``, which is left out while another call of the same Buffer runs; says whether it was made.
+
+    Calls of other threads wait for its end, which must be bounded.
+    """
+    name = method.__name__.lstrip("_")
+
+    def where_free(self: _S, /) -> bool:
+        turn = self._turn
+        if not turn.take_if_free(name):
+            return False
+        try:
+            method(self)
+        finally:
+            turn.give()
+        return True
+
+    _CODES.add(where_free.__code__)
+    functools.update_wrapper(where_free, method)
+    _break_graphs(where_free)
+    return where_free
 
 
 def _break_graphs(call: Any) -> None:

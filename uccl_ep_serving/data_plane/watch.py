@@ -92,7 +92,7 @@ class PlaneWatch:
     # -- what is in use -----------------------------------------------------------------------------------------
 
     def check_usable(self) -> None:
-        """Raise UcclEpError when the Buffer is closed, forked or broken."""
+        """Raise UcclEpError when the Buffer is closed, forked or broken. Any thread."""
         if self.closed:
             raise UcclEpError("this Buffer is closed")
         if self.forked:

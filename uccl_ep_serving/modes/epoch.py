@@ -111,9 +111,10 @@ class InFlight:
                     "low-latency mode: an operation before this capture has not been received, its recv hook was "
                     "dropped, and no graph can receive it. Next step: keep that hook, and call it before the capture"
                 )
-            del self._dropped[number]
             if sent_in == capture:
                 receive()
+            # not before: a receive that was interrupted is made again, nobody else can
+            del self._dropped[number]
             self.end(number)
 
     def withdraw(self, number: int) -> None:

@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import TransportError
 from ..handles import EventOverlap, wait_for
 from ..native.background import start_thread
 from .trace import Ids, Whole, id_dtype, write_histogram, write_whole
@@ -269,6 +268,6 @@ def open_recorder(directory: str, *, every: int, whole: bool, rank: int, ranks: 
     """A recorder, or None, with one warning, where there can be none."""
     try:
         return Recorder(Path(directory).expanduser(), every=every, whole=whole, rank=rank, ranks=ranks)
-    except (OSError, TransportError) as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user; TransportError is one
         _log.warning("UCCL_EP_TRACE=%s: nothing is recorded: %s", directory, error)
         return None
