@@ -51,8 +51,10 @@ def run(rank: int, ranks: int, tokens: int, meeting_point: str) -> None:
     error = ((combined.float() - expected).abs().max() / expected.abs().max()).item()
     assert error < 0.02, error
     ops = buffer.stats()["ops"]
+    # one write, so that ranks do not end each other's lines
     print(f"rank {rank}: {tokens} tokens, received {counts.tolist()} rows per expert, largest error {error:.1e}, "
-          f"dispatch {ops['ll_dispatch']['p50_us']} us, combine {ops['ll_combine']['p50_us']} us")  # fmt: skip
+          f"dispatch {ops['ll_dispatch']['p50_us']} us, combine {ops['ll_combine']['p50_us']} us\n",
+          end="")  # fmt: skip
     buffer.destroy()
     dist.destroy_process_group()
 

@@ -61,6 +61,8 @@ class TestCards:
             ({"experts": 7}, "7 experts"),
             ({"topk": 9}, "topk = 9"),
             ({"tokens": 0}, "tokens = 0"),
+            ({"tokens": 10**11}, "tokens = 100000000000 must be in"),
+            ({"seed": -1}, "seed = -1 must be in"),
             ({"tokens": "16"}, "must be of type int"),
             ({"iterations": True}, "must be of type int"),
             ({"hidden": 192, "dtype": "fp8"}, "fp8 needs"),

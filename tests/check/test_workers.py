@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ import pytest
 
 from uccl_ep_serving.check import faults, workers
 from uccl_ep_serving.check.workers import Worker, answers, each, note
-from uccl_ep_serving.errors import PeerTimeout, TransportError
+from uccl_ep_serving.errors import BootstrapError, PeerTimeout, TransportError
 
 
 def doubled(value: int) -> int:
@@ -125,6 +126,9 @@ def test_tasks_are_shared_out_and_end_in_time() -> None:
     ("error", "words"),
     [
         (RuntimeError("CUDA error: out of memory"), "other processes hold the GPU's memory"),
+        (MemoryError("Unable to allocate 4.00 MiB"), "ulimit -v"),
+        (OSError(errno.EMFILE, "Too many open files"), "the limit on open files"),
+        (BootstrapError("rank 1: the store of the 2 ranks failed: reset"), "the other rank, which shows it elsewhere"),
         (RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"), "EXCLUSIVE_PROCESS"),
         (RuntimeError("CUDA error: no kernel image is available for execution on the device"), "torch and this driver"),
         (RuntimeError("CUDA error: misaligned address"), "a defect of this kernel"),
@@ -142,3 +146,9 @@ def test_an_error_is_told_with_its_cause_and_the_next_step(error: Exception, wor
     assert said.startswith("kernel route: ")
     assert words in said
     assert "Next step: " in said
+
+
+def test_a_process_that_had_no_gpu_blames_none() -> None:
+    assert "GPU" not in str(faults.died(0, "rank 1", gpu=False))
+    assert "GPU" in str(faults.died(0, "rank 1"))
+    assert "out of memory" in str(faults.died(-9, "rank 1", gpu=False))

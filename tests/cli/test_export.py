@@ -125,6 +125,16 @@ def test_a_port_that_is_taken_is_named() -> None:
     assert re.fullmatch(r"export: cannot listen on 127\.0\.0\.1:\d+: Address already in use\n", done.stderr)
 
 
+def test_a_client_that_has_gone_leaves_no_trace_in_the_log() -> None:
+    told = []
+    for error in (ConnectionResetError(), BrokenPipeError(), ValueError()):
+        try:
+            raise error
+        except Exception:
+            export._report(lambda request, client: told.append((request, client)), 1, 2)
+    assert told == [(1, 2)]
+
+
 def test_metrics_that_the_documentation_names_are_there() -> None:
     known = {"uccl_ep_up", *(metric.scraped for metric in export.METRICS)}
     known.add("uccl_ep_operation_seconds_bucket")

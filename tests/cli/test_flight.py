@@ -161,6 +161,9 @@ def test_the_latest_failure_is_shown_also_where_nobody_can_read_it(tmp_path: Pat
     shown = flight(str(tmp_path))
     assert shown.exit_code == 1
     assert f"not readable: {cut.name}: " in shown.output
+    assert "Next step: copy the records again" in shown.output
+    assert f"other groups, latest first: 1ater, {GROUP} (--group)" in shown.output
+    assert "name the directory" in flight(str(cut)).output
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,7 @@ def test_nothing_to_show_is_said_and_is_status_1(monkeypatch: pytest.MonkeyPatch
     gone = CliRunner().invoke(app, ["top", "--once", "--pid", "999999999"])
     assert gone.exit_code == 1
     assert "no open Buffer" in gone.output
+    assert "is of process 999999999" in gone.output
 
 
 def test_it_shows_something_early_and_ends_with_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,6 +248,7 @@ print(software._compiled_code().value)
     ("arguments", "said"),
     [
         (["--gpu", "sm_80"], "--gpu sm_80 is none of sm_90, sm_100, gfx942, gfx950"),
+        (["--gpu", "none", "--gpu", "sm_90"], "--gpu none, and --gpu sm_90: leave one of them out"),
         (["--dtype", "fp4"], "--dtype fp4 is none of bf16, fp8, ue8m0"),
         (["--ranks", "7"], "256"),
         (["--node-ranks", "3"], "8 ranks do not fill hosts of 3"),

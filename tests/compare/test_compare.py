@@ -556,6 +556,8 @@ class TestCommand:
             ("--backends gloo,pplx", "no backend pplx"),
             ("--inject gloo=fast", "write BACKEND=5%"),
             ("--tokens 0", "tokens = 0"),
+            ("--route trace:/proc/version", "trace"),
+            ("--timeout nan", "--timeout"),
         ],
     )
     def test_wrong_options_end_with_status_2(self, options: str, words: str) -> None:

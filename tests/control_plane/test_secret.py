@@ -6,6 +6,8 @@ import datetime
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from tests.support.control_threads import ThreadExchange, in_threads
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.control_plane import secret
 from uccl_ep_serving.control_plane.bootstrap import Card, Introduction, StoreExchange, introduce
 from uccl_ep_serving.control_plane.secret import fingerprint, job_secret, read_key
 from uccl_ep_serving.errors import ConfigError
@@ -82,6 +85,28 @@ def test_a_file_that_is_not_there_is_refused_on_every_rank(tmp_path: Path) -> No
     for error in in_threads(2, lambda exchange: introduced(exchange, "" if exchange.rank else str(tmp_path / "no"))):
         assert isinstance(error, ConfigError)
         assert "no cannot be read: No such file" in str(error)
+
+
+def test_a_pipe_is_read_to_its_end_and_not_waited_for_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell's <(command) is one."""
+    monkeypatch.setattr(secret, "_PIPE_SECONDS", 0.3)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    with pytest.raises(ConfigError, match="is a pipe, and nobody has written all of a key"):
+        read_key(str(pipe))
+
+    def write() -> None:
+        with pipe.open("wb", buffering=0) as opened:
+            for part in (b"k" * 16, b"l" * 16):
+                opened.write(part)
+                time.sleep(0.05)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert read_key(str(pipe)) == b"k" * 16 + b"l" * 16
+    writer.join()
 
 
 def test_a_file_that_others_can_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

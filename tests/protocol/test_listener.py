@@ -111,6 +111,8 @@ def test_a_full_range_is_named_with_what_it_must_hold(opened: contextlib.ExitSta
     words = rf"all 2 ports of UCCL_EP_PORT_RANGE={two[0]}-{two[1]} are taken"
     with pytest.raises(PortsTaken, match=words):
         listen(HOST, two)
+    with pytest.raises(PortsTaken, match=rf"the only port of UCCL_EP_PORT_RANGE={two[0]}-{two[0]} is taken"):
+        listen(HOST, (two[0], two[0]))
     settings = Settings(port_range=two, proxies=2, socket_ifname="lo")
     needs = r"16 x 3 = 48 ports where all 16 ranks are on one host.*a wider UCCL_EP_PORT_RANGE"
     with pytest.raises(BootstrapError, match=f"rank 5 cannot listen for its peers on {HOST}: {words}.*{needs}"):

@@ -27,6 +27,8 @@ DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "f32": "floa
 #: Kinds of routes: evenly over the experts; "zipf:S", skewed by the exponent S; "trace:FILE[:LAYER]", recorded.
 UNIFORM, ZIPF, TRACE = "uniform", "zipf", "trace"
 _SCALE_BLOCK = 128
+#: More tokens, or values of one, are a slip; a larger seed does not fit the generators made of it.
+_MOST_TOKENS, _MOST_SEED = 1 << 24, 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,9 @@ class Card:
         for field in ("ranks", "tokens", "hidden", "experts", "topk", "iterations", "repeat"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"card {self.name}: {field} = {getattr(self, field)} must be at least 1")
+        for field, most in (("tokens", _MOST_TOKENS), ("hidden", _MOST_TOKENS), ("seed", _MOST_SEED)):
+            if not 0 <= getattr(self, field) <= most:
+                raise ConfigError(f"card {self.name}: {field} = {getattr(self, field)} must be in 0..{most}")
         if self.warmup < 0:
             raise ConfigError(f"card {self.name}: warmup = {self.warmup} must not be negative")
         if self.experts % self.ranks:

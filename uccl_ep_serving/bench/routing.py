@@ -12,7 +12,7 @@ from uccl_ep_serving.errors import ConfigError
 from uccl_ep_serving.traffic import trace
 from uccl_ep_serving.traffic.replay import replay
 
-__all__ = ["Routing", "trace_digest"]
+__all__ = ["Routing", "check_trace", "trace_digest"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,13 @@ def trace_digest(card: Card) -> str:
     """Of the files that ``card.route`` names; "" for a route that is no trace. Raises ConfigError."""
     kind, _, what = card.route.partition(":")
     return trace.digest(_named(what)[0]) if kind == TRACE else ""
+
+
+def check_trace(card: Card) -> None:
+    """Raise ConfigError where ``card.route`` is a trace that :meth:`Routing.draw` cannot replay."""
+    kind, _, what = card.route.partition(":")
+    if kind == TRACE:
+        _replayed(card, what)
 
 
 def _replayed(card: Card, what: str) -> list[torch.Tensor]:

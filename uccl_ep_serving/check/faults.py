@@ -6,7 +6,7 @@ import signal
 import traceback
 from dataclasses import dataclass, replace
 
-from ..errors import ConfigError, PeerError
+from ..errors import BootstrapError, ConfigError, PeerError
 
 __all__ = ["REPORT", "Fault", "Wrong", "died", "expect", "late", "of", "slow"]
 
@@ -18,6 +18,16 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
         ("out of memory",),
         "other processes hold the GPU's memory",
         "end them, or wait until they have ended, and check again",
+    ),
+    (
+        ("memoryerror", "cannot allocate memory"),
+        "this process may have no more memory (ulimit -v, a limit of its container, or the machine is full)",
+        "raise that limit, and check again",
+    ),
+    (
+        ("too many open files",),
+        "the limit on open files of this process",
+        "raise it (ulimit -n), and check again",
     ),
     (
         ("busy or unavailable", "all cuda-capable devices"),
@@ -118,14 +128,15 @@ def of(error: BaseException, where: str) -> Fault:
             break
     if isinstance(error, ConfigError):
         cause, step = cause or "a setting that is not right here", step or "correct or unset it"
-    blames = isinstance(error, PeerError)
+    # its store is rank 0's: where it fails, that rank has ended
+    blames = isinstance(error, PeerError) or (isinstance(error, BootstrapError) and "the store of the" in said)
     fallback = "the other rank, which shows it elsewhere" if blames else "not known"
     cause, step = cause.rstrip(".") or fallback, step.rstrip(".") or REPORT
     return Fault(where, "no error", found.rstrip("."), cause, step, blames, trace)
 
 
-def died(status: int | None, where: str, compiles: bool = False) -> Fault:
-    """A process has ended by itself, which used the GPU or else ``compiles``."""
+def died(status: int | None, where: str, compiles: bool = False, gpu: bool = True) -> Fault:
+    """A process has ended by itself, which used the GPU (``gpu``) or else ``compiles``."""
     how = f"ended with status {status}"
     if status is not None and status < 0:
         try:
@@ -135,7 +146,9 @@ def died(status: int | None, where: str, compiles: bool = False) -> Fault:
     killed = status == -signal.SIGKILL
     cause = "the system was out of memory, or somebody ended it" if killed else f"{_DEFECT}, or of the driver"
     step = "dmesg; then check again" if killed else f"dmesg (NVIDIA: lines with Xid); {REPORT}"
-    if compiles and not killed:
+    if not gpu and not killed:
+        cause, step = "not known: see what it said", "uccl-ep doctor; then check again"
+    elif compiles and not killed:
         cause, step = "Triton's compiler has crashed on it", f"another version of Triton, or {REPORT}"
     return Fault(where, "the process goes on", f"it {how}", cause, step)
 

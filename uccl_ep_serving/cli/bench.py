@@ -97,7 +97,7 @@ def bench(
     repeat: Annotated[int, typer.Option(help="Rounds without a pause per sample; 1: each call starts from rest.")] = 1,
     against: Annotated[str, typer.Option(help="gloo, mpi, nccl, deepep, by commas; empty: none.")] = "gloo",
     seed: Annotated[int, typer.Option(help="Of inputs and routing.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds for the whole run.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=1, max=86400, help="Seconds for the whole run.")] = 600.0,
     json_file: Annotated[str, typer.Option("--json", help="Write the result to this file.")] = "",
     plot_file: Annotated[str, typer.Option("--plot", help="Draw the result into this PNG (needs matplotlib).")] = "",
 ) -> None:

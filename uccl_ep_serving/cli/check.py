@@ -40,7 +40,7 @@ def check(
         ),
     ] = 0,
     seconds: Annotated[
-        float, typer.Option(min=10, help="That all parts may take together, once ranks have started.")
+        float, typer.Option(min=10, max=86400, help="That all parts may take together, once ranks have started.")
     ] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from uccl_ep_serving.bench.card import Card
+from uccl_ep_serving.bench.card import TRACE, Card
 from uccl_ep_serving.bench.launch import RankFailed, launched_by, prepare_rank
 from uccl_ep_serving.bench.machine import describe
 from uccl_ep_serving.cli.console import wide_console
@@ -198,7 +198,7 @@ def compare(
         str,
         typer.Option(help="Directory of starts and reports; the same command goes on there. Default: one per plan."),
     ] = "",
-    timeout: Annotated[float, typer.Option(help="Seconds for one start.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=1, max=86400, help="Seconds for one start.")] = 600.0,
     inject: Annotated[str, typer.Option(hidden=True, help="Lengthen a backend's calls: BACKEND=5%.")] = "",
 ) -> None:
     """Say whether one backend is faster than others for given traffic, by how much, and how sure that is.
@@ -228,6 +228,10 @@ def compare(
             route=route,
         )
         plan = Plan(card, chosen, starts, _slowed(inject))
+        if card.route.startswith(TRACE):
+            from uccl_ep_serving.bench.routing import check_trace  # needs torch, as ranks do
+
+            check_trace(card)
     except ConfigError as error:
         typer.echo(f"compare: {str(error).removeprefix('compare: ')}", err=True)
         raise typer.Exit(2) from None

@@ -6,11 +6,13 @@ neither import this nor listen on a port.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from prometheus_client import CollectorRegistry, start_http_server
@@ -297,6 +299,12 @@ class Buffers(Collector):
         return [str(reading.pid or one.pid), str(one.number), self._ranks.get(one, "")]
 
 
+def _report(others: Callable[[Any, Any], None], request: Any, client: Any) -> None:
+    """What a request has failed with. A client that has gone is no fault of this process."""
+    if not isinstance(sys.exception(), ConnectionError):
+        others(request, client)
+
+
 @app.command()
 def command(
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port to serve on; 0: any, which is printed.")] = 9464,
@@ -316,6 +324,7 @@ def command(
         typer.echo(f"export: cannot listen on {address}:{port}: {error.strerror or error}", err=True)
         raise typer.Exit(1) from None
     server.RequestHandlerClass.timeout = _IDLE_SECONDS  # type: ignore[attr-defined]
+    server.handle_error = functools.partial(_report, server.handle_error)  # type: ignore[method-assign]
     typer.echo(f"http://{address}:{server.server_port}/metrics")
     signal.sigwait(ends)
     server.shutdown()

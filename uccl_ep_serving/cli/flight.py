@@ -259,6 +259,8 @@ def run(place: Path, group: str, ranks: Sequence[int], as_json: bool, timeline: 
     flights, console = read(place), wide_console()
     wanted = [flight for flight in flights if not group or flight.group == group]
     shown = wanted[0] if wanted else Flight(group, 0.0, {}, [])
+    others = [flight.group for flight in flights if flight is not shown]
+    said_of_others = [f"other groups, latest first: {', '.join(others)} (--group)"] if others else []
     if timeline is not None and shown.records and not write(timeline, map(_track, shown.records.values())):
         return 1
 
@@ -274,7 +276,12 @@ def run(place: Path, group: str, ranks: Sequence[int], as_json: bool, timeline: 
         return 0 if shown.records else 1
     if not shown.records:
         which = f" of group {group}" if group else ""
-        say([*said, f"no record{which} in {place}. Next step: start the job with UCCL_EP_FLIGHT_RECORDER={place}"])
+        step = f"start the job with UCCL_EP_FLIGHT_RECORDER={place}"
+        if unreadable:
+            step = "copy the records again, whole, and read them with the version of this package that wrote them"
+        elif not place.is_dir():
+            step = "name the directory that UCCL_EP_FLIGHT_RECORDER named"
+        say([*said, f"no record{which} in {place}. Next step: {step}", *said_of_others])
         return 1
     console.print(_table(shown))
     say(said)
@@ -283,6 +290,5 @@ def run(place: Path, group: str, ranks: Sequence[int], as_json: bool, timeline: 
             say([f"rank {rank}, {record.stats.state}: {words}"])
         if rank in ranks:
             say(_lines(rank, record))
-    if others := [flight.group for flight in flights if flight is not shown]:
-        say([f"other groups, latest first: {', '.join(others)} (--group)"])
+    say(said_of_others)
     return 0

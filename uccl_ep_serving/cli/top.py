@@ -159,7 +159,8 @@ def picture(
         buffers.add_row(*who, Text(state, "" if well else "red"), *cells)
         for line in _operations(counters, earlier, seconds, begun is None):
             operations.add_row(*who, *line)
-    operations.caption = _CAPTION if now else _NOTHING
+    if now:
+        operations.caption = _CAPTION
     return [buffers, operations, *map(Text, troubles)]
 
 
@@ -195,18 +196,21 @@ def run(pids: Sequence[int], ranks: Sequence[int], interval: float, once: bool, 
         ]
         print(json.dumps(answers, indent=1))
         return _status(before)
-    console = wide_console()
+    console, nothing = wide_console(), _NOTHING
+    if pids or ranks:
+        wanted = [*(f"process {pid}" for pid in pids), *(f"rank {rank}" for rank in ranks)]
+        nothing = f"{_NOTHING} is of {' or '.join(wanted)}"
 
     def next_picture(pause: float) -> Group:
         nonlocal before, since
         time.sleep(pause)
         now, instant = read_all(pids, ranks), time.monotonic()
-        shown = Group(*picture(now, before, instant - since, None if once else begun))
+        shown = Group(*picture(now, before, instant - since, None if once else begun), *([] if now else [nothing]))
         before, since = now, instant
         return shown
 
     if once and not before:
-        console.print(_NOTHING, soft_wrap=True)
+        console.print(nothing, soft_wrap=True)
         return 1
     if once:
         console.print(next_picture(interval))

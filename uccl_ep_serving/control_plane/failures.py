@@ -45,7 +45,7 @@ class Liveness:
             kernels of every epoch, the host.
         masked: the same as a set.
         waits_for: for whom this rank waits at present, and whether it stood still in that time.
-        leaves: whether this rank closes its Buffer.
+        leaves: in words, that this rank closes its Buffer; "" while it does not.
         on_trouble: called once something has failed, by whichever thread learns of it first.
     """
 
@@ -58,7 +58,7 @@ class Liveness:
         self.mask: npt.NDArray[np.int32] = np.zeros(ranks, dtype=np.int32)
         self.masked: frozenset[int] = frozenset()
         self.waits_for: Callable[[], tuple[Wait | None, bool]] = lambda: (None, False)
-        self.leaves: Callable[[], bool] = lambda: False
+        self.leaves: Callable[[], str] = str
         self.on_trouble: Callable[[], None] = lambda: None
         self._wake = wake
         self._rank = rank
@@ -69,8 +69,7 @@ class Liveness:
         """Something has failed: what this rank can say of itself."""
         self.on_trouble()
         wait, stood_still = self.waits_for()
-        leaves = "it closes its Buffer" if self.leaves() else ""
-        return Report(dead=frozenset(self.departed), failed=leaves, waits=wait, stood_still=stood_still)
+        return Report(dead=frozenset(self.departed), failed=self.leaves(), waits=wait, stood_still=stood_still)
 
     def mask_out(self, peer: int) -> None:
         """Mask ``peer``. One that is no lost rank becomes one by that, on every rank."""

@@ -90,7 +90,7 @@ class ControlMesh:
         self.liveness = Liveness(rank, ranks, self._wake_reader)
         self.steps = Steps(rank, ranks, self.liveness, settings.connect_timeout)
         self.liveness.waits_for = lambda: (self.steps.waits_for(), self.stood_still)
-        self.liveness.leaves = lambda: self.steps.present == CLOSE
+        self.liveness.leaves = lambda: "it closes its Buffer" if self.steps.present == CLOSE else ""
         self.on_lost: Callable[[int], None] = lambda peer: None
         self.on_goodbye: Callable[[int], None] = lambda peer: None
         self.on_stopped: Callable[[], None] = lambda: None

@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import hmac
+import io
 import logging
 import os
+import select
 import stat
-from pathlib import Path
+import time
 
 from ..config import KEY_VARIABLE
 from ..errors import ConfigError
@@ -26,6 +28,8 @@ SALT_BYTES = 32
 #: Fewer could be guessed from a fingerprint; more are no key.
 _LEAST, _MOST = 16, 1 << 16
 _FILE_VARIABLE = "UCCL_EP_SECRET_FILE"
+#: For which whoever writes to a pipe that is named as the file, as a shell's <(...), may take.
+_PIPE_SECONDS = 5.0
 
 
 #: What ``UCCL_EP_SECRET`` held when it was taken out of the environment; None while it was never there.
@@ -71,14 +75,32 @@ def read_key(path: str) -> bytes:
     return _read_file(path) if key is None else key
 
 
+def _content(opened: io.FileIO) -> bytes:
+    """All that it holds, at most a byte more than a key may have. Raises TimeoutError, OSError."""
+    content, until = b"", time.monotonic() + _PIPE_SECONDS
+    while len(content) <= _MOST:
+        if not select.select([opened], [], [], max(until - time.monotonic(), 0.0))[0]:
+            raise TimeoutError
+        part = opened.read(_MOST + 1 - len(content))
+        if not part:
+            break
+        content += part
+    return content
+
+
 def _read_file(path: str) -> bytes:
     if not path:
         return b""
-    name, file = _FILE_VARIABLE, Path(path)
+    name = _FILE_VARIABLE
     try:
-        with file.open("rb") as opened:
+        # a pipe that nobody writes to would be waited for without end, once it is opened the usual way
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as opened:
             mode = os.fstat(opened.fileno()).st_mode
-            content = opened.read(_MOST + 1)
+            content = _content(opened)
+    except TimeoutError:
+        raise ConfigError(
+            f"{name}={path} is a pipe, and nobody has written all of a key to it within {_PIPE_SECONDS:g} s"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{name}={path} cannot be read: {error.strerror or error}") from None
     key = content.strip()

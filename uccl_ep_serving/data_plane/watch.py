@@ -81,6 +81,7 @@ class PlaneWatch:
         mesh.on_shortage = self._on_shortage
         mesh.on_tick = self._on_tick
         mesh.liveness.waits_for = self._waits_for
+        mesh.liveness.leaves = self._leaves
         mesh.liveness.on_trouble = self._on_trouble
 
     def begin(self, plan: LowLatencyPlan | None, combines: bool) -> None:
@@ -362,6 +363,12 @@ class PlaneWatch:
         """
         still, space = self._mesh.stood_still, self._space()
         return self._mesh.steps.waits_for() or (space.waits_for if space is not None else None), still
+
+    def _leaves(self) -> str:
+        """Why this rank can end nothing that others wait for, in words, "" where it can."""
+        if self._mesh.steps.present != CLOSE:
+            return ""
+        return "it closes its Buffer" + (f", after {self.interrupted}" if self.interrupted else "")
 
     # -- inside -------------------------------------------------------------------------------------------------
 

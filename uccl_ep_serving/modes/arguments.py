@@ -81,10 +81,11 @@ def check_device(device: torch.device, **tensors: object) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"{name} must be a tensor, not {type(tensor).__name__}")
         if tensor.device != device:
+            kind = tensor.device.type
+            other = f", or build another Buffer with UCCL_EP_DEVICE={kind}" if kind in ("cpu", "cuda") else ""
             raise ConfigError(
                 f"{name} is on {tensor.device}, and this Buffer serves tensors on {device}: UCCL_EP_DEVICE says so, or "
-                f"its first tensor was there. Next step: pass tensors on {device}, or build another Buffer with "
-                f"UCCL_EP_DEVICE={tensor.device.type}"
+                f"its first tensor was there. Next step: pass tensors on {device}{other}"
             )
         check_memory(name, tensor)
 

@@ -17,6 +17,7 @@ import msgspec
 
 from ..check import faults
 from ..check.faults import Fault
+from ..check.machine import has_gpu_devices
 from .job import Finding, Job, skew
 from .outcome import Line, Outcome
 
@@ -101,7 +102,7 @@ def _lost(job: Job, process: subprocess.Popen[bytes], words: IO[bytes], hangs: s
     where = f"local rank {job.local} of node {job.node}"
     words.seek(0)
     said = words.read().decode(errors="replace").strip()[-_LAST_WORDS:]
-    fault = faults.died(process.returncode, where)
+    fault = faults.died(process.returncode, where, gpu=has_gpu_devices())
     if hangs is not None:
         fault = Fault(
             where,

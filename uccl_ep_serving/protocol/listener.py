@@ -20,8 +20,8 @@ class PortsTaken(OSError):
     """No port of the range is free."""
 
     def __init__(self, first: int, last: int) -> None:
-        many = f"all {last - first + 1} ports" if last > first else "the only port"
-        super().__init__(errno.EADDRINUSE, f"{many} of UCCL_EP_PORT_RANGE={first}-{last} are taken")
+        which, verb = (f"all {last - first + 1} ports", "are") if last > first else ("the only port", "is")
+        super().__init__(errno.EADDRINUSE, f"{which} of UCCL_EP_PORT_RANGE={first}-{last} {verb} taken")
 
     def __str__(self) -> str:
         return str(self.strerror)

@@ -58,6 +58,8 @@ def warm(
         for name, given, known in (("gpu", gpus, ("", *GPUS)), ("dtype", codings, CODINGS)):
             if wrong := [one for one in given if one not in known]:
                 raise ValueError(f"--{name} {wrong[0]} is none of {', '.join(filter(None, known))}")
+        if gpus and "none" in (gpu or ()):
+            raise ValueError(f"--gpu none, and --gpu {gpus[0]}: leave one of them out")
         plan = LowLatencyPlan(ranks, tokens, hidden, experts, topk, 2)
         if node_ranks and ranks % node_ranks:
             raise ValueError(f"{ranks} ranks do not fill hosts of {node_ranks}")
