@@ -79,8 +79,8 @@ REFUSED_HIGH = 496  # loop stores them before REFUSED, check_commands() reads th
 REFUSED_INDEX = 504
 HEADER_BYTES = 512
 
-#: Writes and bytes in flight change together, so they share a word: at most 2**16 + 4,096 writes of at most 2**28 bytes
-#: (Settings, and one write per peer beyond the caps) are below 2**44 bytes and leave 19 bits for the writes.
+#: Writes and bytes in flight change together, so they share a word. At most 2**40 bytes (Settings), and one write of at
+#: most 2**28 for each of 4,096 peers beyond that, are below 2**44. At most 2**16 + 4,096 writes fit the other 19 bits.
 LOAD_SHIFT = 44
 LOAD_BYTES = (1 << LOAD_SHIFT) - 1
 LOAD_WRITE = 1 << LOAD_SHIFT

@@ -287,6 +287,26 @@ def test_closing_ends_a_step_of_another_thread(ranks: Ranks) -> None:
     assert seconds < 5
 
 
+def interrupted_and_closed(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
+    """Ctrl-C ends an operation of rank 0 while rank 1 is late; rank 0 then closes."""
+    buffer = bodies.opened(exchange, overrides)
+    bodies.round_trip(buffer)
+    if exchange.rank == 0:
+        _ctrl_c_after(0.2)
+        text = _told(lambda: bodies.round_trip(buffer))
+    else:
+        time.sleep(0.5)
+        text = _told(lambda: bodies.round_trip(buffer))
+    buffer.destroy()
+    return text
+
+
+def test_a_rank_that_closes_after_ctrl_c_says_so(ranks: Ranks) -> None:
+    zero, one = ranks.run(2, interrupted_and_closed, PATHS["direct"])
+    assert zero.startswith("KeyboardInterrupt")
+    assert "it closes its Buffer, after low-latency dispatch (KeyboardInterrupt)" in one
+
+
 #: A program that keeps a Buffer to its end. What rank 0 has sent last is much, and nobody waits for it there.
 KEPT_TO_THE_END = """
 import sys

@@ -148,11 +148,6 @@ class Runtime:
         return self.space.layout
 
     @property
-    def window(self) -> int:
-        """Address of this rank's window."""
-        return self.space.window
-
-    @property
     def window_bytes(self) -> npt.NDArray[np.uint8]:
         """uint8 view of this rank's window."""
         return self.space.window_bytes
@@ -161,11 +156,6 @@ class Runtime:
     def context(self) -> int:
         """Address of the kernel context block (``protocol.context``)."""
         return self.space.context
-
-    @property
-    def progress(self) -> int:
-        """Address of the progress block: what a pending kernel waits for."""
-        return self.space.progress
 
     @property
     def mask(self) -> npt.NDArray[np.int32]:

@@ -257,7 +257,6 @@ class HeapAllocator:
         self._returned: collections.deque[tuple[int, int]] = collections.deque()
         self._taken: dict[int, int] = {}
         self._leases: dict[int, _Lease] = {}
-        self.capacity = nbytes
 
     def take(self, nbytes: int) -> int | None:
         """Window offset of a free range of ``nbytes`` (rounded up to 128), or None when there is no room."""

@@ -72,8 +72,8 @@ class InFlight:
     def refusal(self, phase: str) -> ConfigError:
         """What to raise for one more where there is no room."""
         return ConfigError(
-            f"{phase}: {self.count} {self._kind} are in flight and the one before last is not received: at most two at "
-            f"a time. {RECEIVE_FIRST}"
+            f"{phase}: of the {self._kind} that were sent, the one before last is not received: at most two at a "
+            f"time. {RECEIVE_FIRST}"
         )
 
     def start(self) -> int:

@@ -111,8 +111,8 @@ class Normal:
 
         Raises:
             ConfigError: bad input, before anything is sent (more rows than ``num_worst_tokens``: after everything was
-                received); on all ranks when memory runs out on one. PeerTimeout, PeerLost, ProtocolError,
-                TransportError, ProxyDied: the Buffer must be closed.
+                received); on all ranks when memory runs out on one. PeerTimeout, PeerLost: a rank is to be masked, or
+                the Buffer closed. ProtocolError, TransportError, ProxyDied: the Buffer must be closed.
         """
         started = time.monotonic_ns()
         wait_for(previous_event)
@@ -197,8 +197,8 @@ class Normal:
             combined_topk_weights float32 [T, K] or None. event.
 
         Raises:
-            ConfigError: bad input, before anything is sent. PeerTimeout, PeerLost, ProtocolError, TransportError,
-                ProxyDied: the Buffer must be closed.
+            ConfigError: bad input, before anything is sent. PeerTimeout, PeerLost: a rank is to be masked, or the
+                Buffer closed. ProtocolError, TransportError, ProxyDied: the Buffer must be closed.
         """
         started = time.monotonic_ns()
         wait_for(previous_event)

@@ -131,7 +131,7 @@ class UcclEpAll2AllManager(base.All2AllManagerBase):  # type: ignore[misc]
         return self._num_sms if self._reserves_sms else 0
 
     def check(self) -> None:
-        """Raise what the Buffer, if it is open, knows to be wrong. Waits for nothing."""
+        """Raise what the Buffer, if it is open, knows to be wrong; see ``Buffer.check``."""
         buffer = self._buffer  # vLLM closes that of a group that is given up in a thread of its own
         if buffer is not None:
             try:
@@ -166,7 +166,7 @@ def manager_of_ep_group() -> Any:
 
 
 def check_buffers() -> None:
-    """Raise what is known to be wrong with any Buffer of this process. Waits for nothing."""
+    """Raise what is known to be wrong with any Buffer of this process; see ``Buffer.check``."""
     for manager in list(_managers):
         manager.check()
 
