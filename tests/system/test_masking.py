@@ -321,7 +321,7 @@ def dies_in_the_last_step_of_compiling(exchange: StoreExchange, overrides: dict[
     return raised
 
 
-def test_ranks_that_lost_one_on_the_way_to_normal_mode_go_on(ranks: Ranks) -> None:
-    ranks.start(3, dies_in_the_last_step_of_compiling, PATHS["tcp"])
-    found = ranks.finish([0, 2])
+def test_ranks_that_lost_one_on_the_way_to_normal_mode_go_on(mortal_ranks: Ranks) -> None:
+    mortal_ranks.start(3, dies_in_the_last_step_of_compiling, PATHS["tcp"])
+    found = mortal_ranks.finish([0, 2])
     assert [one for _, one in found.values()] == [["PeerLost"], ["PeerLost"]]
