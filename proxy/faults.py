@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..errors import PeerLost, ProtocolError, TransportError, UcclEpError, after_loss
 from ..native.atomics import load64, peek, poke, store64
-from ..native.calls import call3
+from ..native.calls import call2
 from ..native.failure import acquired, set_failure
 from ..native.jit import compiled
 from ..protocol.command import HIGH, LOW, UNIT
@@ -69,7 +69,7 @@ def give_back(state: int, entry: int, record: int, index: int) -> None:
 
 
 @compiled
-def _drop_peer(state: int, peer: int, new_state: int, reason: int) -> None:
+def _drop_peer(state: int, peer: int, new_state: int) -> None:
     """Nothing is sent to ``peer`` or believed from it any more; whoever waits for own writes to it is released."""
     entry = words.peer_entry(state, peer)
     endpoint = peek(entry + words.PEER_ENDPOINT)
@@ -77,7 +77,7 @@ def _drop_peer(state: int, peer: int, new_state: int, reason: int) -> None:
     poke(entry + words.PEER_STATE, new_state)
     if was != words.UP:
         return
-    call3(peek(endpoint + words.EP_DROP), peek(endpoint + words.EP_CONTEXT), peer, reason)
+    call2(peek(endpoint + words.EP_DROP), peek(endpoint + words.EP_CONTEXT), peer)
     for stream in range(STREAMS):
         index = peer * STREAMS + stream
         record = words.send_record(state, index)
@@ -113,7 +113,7 @@ def blame_peer(state: int, peer: int, fault: int, stream: int, value: int, detai
         store64(entry + words.PEER_FAULT, failure << 8 | fault)
         store64(state + words.FAULTS, peek(state + words.FAULTS) + 1)
     # Dropped first: a kernel that the sticky error releases must find its writes completed, if they can be.
-    _drop_peer(state, peer, words.FORGOTTEN if request else words.LOST, request)
+    _drop_peer(state, peer, words.FORGOTTEN if request else words.LOST)
     # rule: a lost peer sets the sticky error
     if request == 0:
         set_failure(peek(state + words.ERROR), _failure_of(fault), peer, stream, value, detail)
@@ -154,13 +154,9 @@ def serve_requests(state: int) -> int:
     poke(state + words.REQUESTS_SEEN, requests)
     for peer in range(peek(state + words.RANKS)):
         entry = words.peer_entry(state, peer)
-        request = load64(entry + words.PEER_REQUEST)
-        if (
-            request != 0
-            and peek(entry + words.PEER_STATE) != words.FORGOTTEN
-            and peek(entry + words.PEER_ENDPOINT) != 0
-        ):
-            _drop_peer(state, peer, words.FORGOTTEN, request - 1)
+        is_asked = load64(entry + words.PEER_REQUEST) != 0
+        if is_asked and peek(entry + words.PEER_STATE) != words.FORGOTTEN and peek(entry + words.PEER_ENDPOINT) != 0:
+            _drop_peer(state, peer, words.FORGOTTEN)
     return 1
 
 

@@ -179,7 +179,7 @@ class ProxyService:
         """
         return int(step(self.states[proxy].address))
 
-    def forget(self, peer: int, reason: int = 0) -> None:
+    def forget(self, peer: int) -> None:
         """``peer`` is lost, said goodbye or was masked: stop talking to it; no error of it is raised any more.
 
         Its waiting commands are discarded and count as completed. Raises ConfigError for an impossible rank.
@@ -189,7 +189,7 @@ class ProxyService:
             raise ConfigError(f"rank {self._rank} cannot forget rank {peer} of {self._ranks}")
         self._forgotten.add(peer)
         for state in self.states:
-            request_forget(state.address, peer, reason)
+            request_forget(state.address, peer)
 
     def drain(self, deadline: float) -> bool:
         """Wait until everything accepted from the rings has completed.

@@ -232,7 +232,7 @@ def request_stop(state: int) -> None:
 
 
 @compiled
-def request_forget(state: int, peer: int, reason: int) -> None:
+def request_forget(state: int, peer: int) -> None:
     """Ask the loop to drop ``peer``; from now on nothing that happens to this peer is an error."""
-    store64(load64(state + words.PEERS) + peer * words.PEER_ENTRY + words.PEER_REQUEST, reason + 1)
+    store64(load64(state + words.PEERS) + peer * words.PEER_ENTRY + words.PEER_REQUEST, 1)
     fetch_add(state + words.REQUESTS, 1)

@@ -13,7 +13,7 @@ block, never raise and never touch Python.
         Ring the doorbell: everything accepted is under way. Called once after each batch of posts.
     poll(context, events, limit) -> number of events | negative status
         Drive progress and store up to ``limit`` events of EVENT_BYTES bytes at address ``events``.
-    drop(context, peer, reason) -> 0
+    drop(context, peer) -> 0
         The peer is lost or said goodbye: discard what is queued for it, complete nothing of it any more, ignore what
         still comes from it. A peer that still lives learns it by DOWN where ``tells_drop`` is declared.
 
@@ -90,7 +90,7 @@ class DataFunctions(Group):
         post: Callable[[int, int, int, int, int, int, int, int], int],
         flush: Callable[[int], int],
         poll: Callable[[int, int, int], int],
-        drop: Callable[[int, int, int], int],
+        drop: Callable[[int, int], int],
         *others: Compiled[..., int],
     ) -> None:
         self._functions = compiled(post), compiled(flush), compiled(poll), compiled(drop)

@@ -341,7 +341,7 @@ def _flush(context: int) -> int:
     return 0
 
 
-def _drop(context: int, peer: int, reason: int) -> int:
+def _drop(context: int, peer: int) -> int:
     fabric = peek(context + ENDPOINT_FABRIC)
     _lock(fabric)
     poke(peek(context + ENDPOINT_DROPPED) + peer * 8, 1)

@@ -251,7 +251,7 @@ def _poll(context: int, events: int, limit: int) -> int:
     return count
 
 
-def _drop(context: int, peer: int, reason: int) -> int:
+def _drop(context: int, peer: int) -> int:
     record = peek(context + 8 * PEERS) + peer * 8 * PEER_WORDS
     poke(record + 8 * STATE, CLOSED)
     ring = peek(record + 8 * IN)

@@ -248,7 +248,7 @@ def _poll(context: int, events: int, limit: int) -> int:
     return count
 
 
-def _drop(context: int, peer: int, reason: int) -> int:
+def _drop(context: int, peer: int) -> int:
     _close_peer(context, peer, tcp.DROPPED)
     return 0
 

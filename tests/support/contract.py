@@ -33,6 +33,7 @@ from uccl_ep_serving.proxy.transport import base
 _EVENTS = 64
 _POST = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 8)
 _ONE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
+_TWO = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 2)
 _THREE = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)
 
 
@@ -72,7 +73,7 @@ class Port:
         self.window = group.windows[rank]
         self._context = path.context
         self._post, self._flush = _POST(path.post), _ONE(path.flush)
-        self._poll, self._drop = _THREE(path.poll), _THREE(path.drop)
+        self._poll, self._drop = _THREE(path.poll), _TWO(path.drop)
         self._events = np.zeros((_EVENTS, base.EVENT_BYTES // 8), np.int64)
 
     def post(self, peer: int, source: int, target: int, nbytes: int, imm: int, wr_id: int, stream: int = 8) -> int:
@@ -85,7 +86,7 @@ class Port:
         assert self._flush(self._context) == 0
 
     def drop(self, peer: int) -> None:
-        assert self._drop(self._context, peer, 0) == 0
+        assert self._drop(self._context, peer) == 0
 
     def poll(self) -> list[Event]:
         """One call of poll."""

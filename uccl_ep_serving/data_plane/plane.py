@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from ..control_plane.failures import Liveness
 from ..errors import ProtocolError, ProxyDied, TransportError, in_words
-from ..protocol import context as ctx
 from ..protocol.layout import WindowLayout
 from ..proxy.fence import DriverFlush, fence_block
 from ..proxy.service import ProxyService
@@ -212,10 +211,10 @@ class DataPlane:
         self.segments[0].forget()
         return " and ".join(dict.fromkeys(endpoint.device_way() for *_, endpoint in reached))
 
-    def forget(self, peer: int, reason: int) -> None:
-        """Send nothing more to ``peer``, where proxies do; ``reason``: FAILURE_* for its transport."""
+    def forget(self, peer: int) -> None:
+        """Send nothing more to ``peer``, where proxies do."""
         if self.service is not None and self.routes.get(peer) not in (None, DIRECT):
-            self.service.forget(peer, reason)
+            self.service.forget(peer)
 
     def look_at_devices(self) -> None:
         """Have proxies fail whose NIC has reported that it does nothing more, instead of waiting for it."""
@@ -236,7 +235,7 @@ class DataPlane:
             finish()
         while self.service is not None and not self.service.drain(min(time.monotonic() + _WATCH_SECONDS, deadline)):
             for peer in liveness.lost_unmasked:
-                self.forget(peer, ctx.FAILURE_PEER_LOST)
+                self.forget(peer)
             if time.monotonic() >= deadline:
                 return False
         return True

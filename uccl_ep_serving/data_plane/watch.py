@@ -181,7 +181,7 @@ class PlaneWatch:
                 code, peer = space.failed_with
         if code == ctx.FAILURE_COMMAND and not space.is_direct(peer):
             # a message that was not sent: the connection goes, so that the peer ends by name and not at its deadline
-            service.forget(peer, code)
+            service.forget(peer)
         elif code == ctx.FAILURE_PEER_LOST:
             self._raise_lost(space.phase, peer, service.loss_of(peer))
         elif code in (ctx.FAILURE_NONE, ctx.FAILURE_PROTOCOL, ctx.FAILURE_TRANSPORT, ctx.FAILURE_PROXY_DIED):
@@ -283,7 +283,7 @@ class PlaneWatch:
         self._stop_kernels(ctx.FAILURE_PEER_LOST, peer)
         plane = self._plane()
         if plane is not None:
-            plane.forget(peer, ctx.FAILURE_PEER_LOST)
+            plane.forget(peer)
 
     def drain(self, plane: DataPlane, deadline: float) -> bool:
         """Wait until what this rank has sent is out; False when something is still under way at ``deadline``.
@@ -308,7 +308,7 @@ class PlaneWatch:
     def _on_goodbye(self, peer: int) -> None:
         plane = self._plane()
         if plane is not None:
-            plane.forget(peer, ctx.FAILURE_CLOSED)
+            plane.forget(peer)
 
     def _on_trouble(self) -> None:
         """Something has failed somewhere: what is under way is void on all ranks, whoever is lost."""

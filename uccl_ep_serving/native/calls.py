@@ -17,6 +17,7 @@ from .jit import compiled, external, intrinsic
 __all__ = [
     "call1",
     "call1_int",
+    "call2",
     "call3",
     "call3_int",
     "call4",
@@ -42,6 +43,12 @@ def _call(builder: Any, function: Any, args: tuple[Any, ...], bits: int = 64) ->
 def call1(builder: Any, function: Any, a: Any) -> Any:
     """``int64 function(int64)``."""
     return _call(builder, function, (a,))
+
+
+@intrinsic("int64(int64, int64, int64)")
+def call2(builder: Any, function: Any, a: Any, b: Any) -> Any:
+    """``int64 function(int64 x 2)``."""
+    return _call(builder, function, (a, b))
 
 
 @intrinsic("int64(int64, int64, int64, int64)")

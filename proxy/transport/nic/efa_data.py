@@ -343,7 +343,7 @@ def _poll(context: int, events: int, limit: int) -> int:
     return count
 
 
-def _drop(context: int, peer: int, reason: int) -> int:
+def _drop(context: int, peer: int) -> int:
     poke(words.peer_record(context, peer) + 8 * words.STATE, srd.CLOSED)
     return 0
 

@@ -326,7 +326,7 @@ def _poll(context: int, events: int, limit: int) -> int:
     return count
 
 
-def _drop(context: int, peer: int, reason: int) -> int:
+def _drop(context: int, peer: int) -> int:
     record = words.peer_record(context, peer)
     state = peek(record + 8 * words.STATE)
     if state in (words.ABSENT, rc.DROPPED):
