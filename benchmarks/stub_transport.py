@@ -61,8 +61,8 @@ def poll(context: int, events: int, limit: int) -> int:
     return n
 
 
-@c_function("int64(int64, int64, int64)")
-def drop(context: int, peer: int, reason: int) -> int:
+@c_function("int64(int64, int64)")
+def drop(context: int, peer: int) -> int:
     return 0
 
 

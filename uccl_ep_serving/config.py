@@ -110,19 +110,17 @@ class Settings:
         values["nccl_ib_hca"] = environment.get("NCCL_IB_HCA", "")
         given = {**values, **overrides}
         settings = cls(**given)
-        settings.check()
         if "peer_bytes_in_flight" not in given:
             room = max(settings.bytes_in_flight // 2, LEAST_IN_FLIGHT)
             settings = dataclasses.replace(settings, peer_bytes_in_flight=min(settings.peer_bytes_in_flight, room))
-        if settings.peer_bytes_in_flight > settings.bytes_in_flight:
-            raise ConfigError(
-                f"UCCL_EP_PEER_BYTES_IN_FLIGHT = {settings.peer_bytes_in_flight} exceeds "
-                f"UCCL_EP_BYTES_IN_FLIGHT = {settings.bytes_in_flight}: one slow peer could then stop all others"
-            )
+        settings.check()
         return settings
 
     def check(self) -> None:
-        """Raise ConfigError where a value is none that its variable may have: a Settings may be made of any."""
+        """Raise ConfigError where a value is none that its variable may have, or contradicts another one.
+
+        A Settings may be made of any.
+        """
         for variable in SETTINGS:
             value, default = getattr(self, variable.field), getattr(_DEFAULTS, variable.field)
             if value == default and type(value) is type(default):
@@ -135,6 +133,11 @@ class Settings:
                 raise ConfigError(
                     f"settings: {variable.field}={value!r}: {error}. Meaning: {variable.meaning}"
                 ) from None
+        if self.peer_bytes_in_flight > self.bytes_in_flight:
+            raise ConfigError(
+                f"UCCL_EP_PEER_BYTES_IN_FLIGHT = {self.peer_bytes_in_flight} exceeds UCCL_EP_BYTES_IN_FLIGHT = "
+                f"{self.bytes_in_flight}: one slow peer could then stop all others"
+            )
 
     @property
     def least_channels(self) -> int:

@@ -195,3 +195,13 @@ def test_a_call_waits_for_the_end_of_a_look() -> None:
         time.sleep(0.01)
     ended.set()
     thread.join(10)
+
+
+def test_nobody_waits_for_a_look_whose_thread_is_not_in_it() -> None:
+    """A fork, or an interruption before it could give its turn back."""
+    worker = Worker()
+    thread = threading.Thread(target=lambda: worker._turn.take_if_free("look"))
+    thread.start()
+    thread.join(10)
+    with pytest.raises(ConfigError, match="this Buffer is in look of thread"):
+        worker.work()

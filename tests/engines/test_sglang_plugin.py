@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.engines import ray_stand_in
+from uccl_ep_serving.data_plane.turn import Turn
 from uccl_ep_serving.engines.sglang import buffer as our_buffer
 from uccl_ep_serving.engines.sglang import hooks
 from uccl_ep_serving.engines.versions import SGLANG, VLLM, Engine, Standing
@@ -241,9 +242,9 @@ def engine_replay(model: str) -> list[str]:
 
     raised = []
     for runtime in (
-        SimpleNamespace(closed=False, stale=False, interrupted="", check=lambda phase: None),
-        SimpleNamespace(closed=False, check=lost),
-        SimpleNamespace(closed=True, check=lost),
+        SimpleNamespace(closed=False, stale=False, interrupted="", check=lambda phase: None, turn=Turn()),
+        SimpleNamespace(closed=False, check=lost, turn=Turn()),
+        SimpleNamespace(closed=True, check=lost, turn=Turn()),
     ):
         buffer.runtime, buffer._backend = runtime, None
         try:
@@ -277,9 +278,9 @@ def engine_results(model: str) -> list[tuple[str, list[str]]]:
     result = SimpleNamespace(copy_done=SimpleNamespace(synchronize=lambda: done.append("waited")))
     for number, runtime in enumerate(
         (
-            SimpleNamespace(closed=False, stale=False, interrupted="", check=lambda phase: None),
-            SimpleNamespace(closed=False, check=lost),
-            SimpleNamespace(closed=True, check=lost),
+            SimpleNamespace(closed=False, stale=False, interrupted="", check=lambda phase: None, turn=Turn()),
+            SimpleNamespace(closed=False, check=lost, turn=Turn()),
+            SimpleNamespace(closed=True, check=lost, turn=Turn()),
         )
     ):
         buffer.runtime, buffer._backend = runtime, None

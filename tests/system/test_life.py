@@ -24,13 +24,16 @@ from tests.support.ranks import Ranks
 from tests.system.test_group import PATHS
 from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.control_plane import steps
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
+from uccl_ep_serving.data_plane import build
 from uccl_ep_serving.data_plane.plane import DataPlane
 from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.errors import ConfigError, ProxyDied, TransportError, UcclEpError
 from uccl_ep_serving.kernels.select import cpu_groups
 from uccl_ep_serving.native.groups import load
 from uccl_ep_serving.protocol.layout import NormalPlan, WindowLayout
+from uccl_ep_serving.proxy.transport.tcp import TcpEndpoint
 
 
 def _told(action: Callable[[], object]) -> str:
@@ -261,6 +264,58 @@ def test_a_rank_that_cannot_open_tells_the_others_why(ranks: Ranks) -> None:
     assert "rank 1 is gone (it failed (cannot make a shared segment: File too large))" in zero
 
 
+def one_cannot_load(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
+    """Rank 2 cannot load its data paths, which all ranks hear in the same step."""
+
+    def load(*_: Any) -> None:
+        raise RuntimeError("no compiler here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if exchange.rank == 2:
+            patch.setattr(build, "load", load)
+            send = steps.send_frame
+
+            def slow(link: Any, kind: int, number: int = 0, body: bytes = b"", descriptors: Any = ()) -> None:
+                if link.peer == 1 and b"no compiler" in body:
+                    time.sleep(0.5)
+                send(link, kind, number, body, descriptors)
+
+            patch.setattr(steps, "send_frame", slow)
+        return _told(lambda: bodies.opened(exchange, overrides))
+
+
+def test_what_all_ranks_refuse_alike_is_no_ranks_own_failure(ranks: Ranks) -> None:
+    """Also of those that hear it last."""
+    for text in ranks.run(3, one_cannot_load, PATHS["tcp"]):
+        assert text.startswith("BootstrapError: ")
+        assert "rank 2 could not" in text
+
+
+def one_hangs_in_connecting(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
+    """Rank 1 does not connect, in a rebuild."""
+    buffer = bodies.opened(exchange, {**overrides, "connect_timeout": 2.0})
+    bodies.round_trip(buffer)
+    connect = TcpEndpoint.connect
+
+    def late(*args: Any) -> None:
+        time.sleep(4.0)
+        connect(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if exchange.rank == 1:
+            patch.setattr(TcpEndpoint, "connect", late)
+        text = _told(lambda: bodies.round_trip(buffer, hidden=256))
+    buffer.destroy()
+    return text
+
+
+def test_a_rank_that_does_not_connect_is_named_by_the_others_which_stay(ranks: Ranks) -> None:
+    zero, _, two = ranks.run(3, one_hangs_in_connecting, PATHS["tcp"])
+    for text in (zero, two):
+        assert not text.startswith("Evicted")
+        assert "rank 1" in text
+
+
 def close_under_a_step(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, float]:
     """Another thread of rank 0 waits for rank 1 to grow when rank 0 closes; rank 1 closes as well."""
     buffer = bodies.opened(exchange, overrides)
@@ -292,11 +347,17 @@ def interrupted_and_closed(exchange: StoreExchange, overrides: dict[str, Any]) -
     buffer = bodies.opened(exchange, overrides)
     bodies.round_trip(buffer)
     if exchange.rank == 0:
-        _ctrl_c_after(0.2)
-        text = _told(lambda: bodies.round_trip(buffer))
+
+        def interrupt() -> None:
+            while not buffer.stats()["waits_for"]:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGALRM)
+
+        _ctrl_c_after(0.0)
+        threading.Thread(target=interrupt).start()
     else:
-        time.sleep(0.5)
-        text = _told(lambda: bodies.round_trip(buffer))
+        time.sleep(1.5)
+    text = _told(lambda: bodies.round_trip(buffer))
     buffer.destroy()
     return text
 

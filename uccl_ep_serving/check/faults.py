@@ -20,7 +20,7 @@ _CAUSES: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "end them, or wait until they have ended, and check again",
     ),
     (
-        ("memoryerror", "cannot allocate memory"),
+        ("memoryerror",),
         "this process may have no more memory (ulimit -v, a limit of its container, or the machine is full)",
         "raise that limit, and check again",
     ),

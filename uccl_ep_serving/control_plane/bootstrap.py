@@ -180,10 +180,10 @@ class StoreExchange:
                 "StoreExchange, with a new name, on all ranks"
             )
         self._calls += 1
-        # a store's values are text for its type hints; base64 keeps any store happy
-        self._store.set(f"{self._calls}/{self.rank}", base64.b64encode(payload).decode())
         deadline = time.monotonic() + self._timeout
         try:
+            # a store's values are text for its type hints; base64 keeps any store happy
+            self._store.set(f"{self._calls}/{self.rank}", base64.b64encode(payload).decode())
             answers = [base64.b64decode(self._get(peer, deadline)) for peer in range(self.size)]
             self._forget()
             return answers

@@ -15,7 +15,6 @@ import logging
 import os
 import select
 import stat
-import time
 
 from ..config import KEY_VARIABLE
 from ..errors import ConfigError
@@ -28,8 +27,8 @@ SALT_BYTES = 32
 #: Fewer could be guessed from a fingerprint; more are no key.
 _LEAST, _MOST = 16, 1 << 16
 _FILE_VARIABLE = "UCCL_EP_SECRET_FILE"
-#: For which whoever writes to a pipe that is named as the file, as a shell's <(...), may take.
-_PIPE_SECONDS = 5.0
+#: For which whoever writes to a pipe that is named as the file, as a shell's <(...), may write nothing.
+_PIPE_SECONDS = 30.0
 
 
 #: What ``UCCL_EP_SECRET`` held when it was taken out of the environment; None while it was never there.
@@ -77,14 +76,15 @@ def read_key(path: str) -> bytes:
 
 def _content(opened: io.FileIO) -> bytes:
     """All that it holds, at most a byte more than a key may have. Raises TimeoutError, OSError."""
-    content, until = b"", time.monotonic() + _PIPE_SECONDS
+    content, poll = b"", select.poll()
+    poll.register(opened, select.POLLIN)
     while len(content) <= _MOST:
-        if not select.select([opened], [], [], max(until - time.monotonic(), 0.0))[0]:
+        if not poll.poll(1000 * _PIPE_SECONDS):
             raise TimeoutError
         part = opened.read(_MOST + 1 - len(content))
-        if not part:
+        if part == b"":
             break
-        content += part
+        content += part or b""  # None: somebody else has read it
     return content
 
 
@@ -94,12 +94,12 @@ def _read_file(path: str) -> bytes:
     name = _FILE_VARIABLE
     try:
         # a pipe that nobody writes to would be waited for without end, once it is opened the usual way
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as opened:
+        with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
             mode = os.fstat(opened.fileno()).st_mode
             content = _content(opened)
     except TimeoutError:
         raise ConfigError(
-            f"{name}={path} is a pipe, and nobody has written all of a key to it within {_PIPE_SECONDS:g} s"
+            f"{name}={path} is a pipe, and nobody has written to it, or ended it, for {_PIPE_SECONDS:g} s"
         ) from None
     except OSError as error:
         raise ConfigError(f"{name}={path} cannot be read: {error.strerror or error}") from None

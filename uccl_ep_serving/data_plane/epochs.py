@@ -13,6 +13,7 @@ from ..control_plane.bootstrap import Introduction
 from ..control_plane.mesh import ControlMesh
 from ..errors import (
     REBUILD_GROUP,
+    BootstrapError,
     ConfigError,
     Evicted,
     PeerError,
@@ -156,9 +157,14 @@ class Epochs:
                 del named  # this frame is in the traceback: a cycle would keep windows mapped
 
     def _tell(self, error: BaseException) -> None:
-        """Have the others hear what is wrong with this rank alone: not at their deadline, nor only that it is gone."""
+        """Have the others hear what is wrong with this rank alone: not at their deadline, nor only that it is gone.
+
+        Not told is what blames a peer, or is raised by every rank alike; nor of a connection, which has two ends.
+        """
         liveness = self._mesh.liveness
-        if not (isinstance(error, (PeerError, ProtocolError)) or self.watch.closed or liveness.stopped):
+        if isinstance(error, (PeerError, ProtocolError, BootstrapError, ConfigError)) or self._builder.is_connecting:
+            return
+        if liveness.present and not (self.watch.closed or liveness.stopped):
             liveness.fail(in_words(error))
             # a second or two: who leaves right after this has told them first
             liveness.answer(SETUP)

@@ -24,8 +24,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-#: Between two looks whether a brief call has ended; and how long one is waited for, longer than any may take.
-_PAUSE_SECONDS, _LONGEST_SECONDS = 20e-6, 600.0
+#: Between two looks whether a brief call has ended.
+_PAUSE_SECONDS = 20e-6
 
 
 class _Holder(NamedTuple):
@@ -57,8 +57,10 @@ class Turn:
         """Begin ``call``. Raises ConfigError while another one runs."""
         try:
             while (holder := self._try(call)) is not None:
-                is_long = time.monotonic() - holder.since > _LONGEST_SECONDS
-                if not holder.brief or is_long or holder.thread == threading.get_ident():
+                # its end is waited for while its thread is in it: not after a fork, nor where an interruption kept it
+                # from giving the turn back
+                runs = holder.brief and _runs_below(sys._current_frames().get(holder.thread))
+                if not runs or holder.thread == threading.get_ident():
                     raise _refusal(call, holder)
                 self._is_wanted = True
                 time.sleep(_PAUSE_SECONDS)

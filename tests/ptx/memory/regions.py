@@ -90,6 +90,8 @@ class Regions:
 
     def add(self, new: Region) -> list[Region]:
         """Registers ``new``, and forgets the regions that it overlaps, which are returned."""
+        if new.start == new.end:
+            return []  # nobody accesses it
         # none overlaps another, so they end in the order of their starts
         at = max(bisect_right(self._starts, new.start) - 1, 0)
         until = bisect_left(self._starts, new.end)
