@@ -174,7 +174,8 @@ class Buffer:
             ]
             if settings is None:
                 settings = Settings.from_environment()
-            settings.check()
+            else:
+                settings.check()
             found = torch.cuda.is_available()
             if settings.device == "cuda" and not found:
                 raise ConfigError("UCCL_EP_DEVICE=cuda, and torch finds no GPU here")

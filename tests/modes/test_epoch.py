@@ -162,7 +162,9 @@ def test_at_most_two_are_in_flight_in_whatever_order_they_are_received() -> None
     assert flight.has_room
     second = flight.start()
     assert not flight.has_room
-    words = "dispatch: of the dispatches that were sent, the one before last is not received: at most two at a time."
+    words = (
+        "dispatch: of the dispatches that were sent, the one before last is not received: at most two at a time. Next"
+    )
     assert words in str(flight.refusal("dispatch"))
     flight.end(second)
     assert not flight.has_room

@@ -27,7 +27,7 @@ from uccl_ep_serving.config import Settings
 from uccl_ep_serving.data_plane.gpu_direct import Gpu
 from uccl_ep_serving.data_plane.kernel_space import KernelSpace
 from uccl_ep_serving.data_plane.runtime import Runtime
-from uccl_ep_serving.errors import BootstrapError, ConfigError, Evicted, TransportError
+from uccl_ep_serving.errors import BootstrapError, ConfigError, Evicted, TransportError, after_eviction
 from uccl_ep_serving.gpu import context as gpu_context
 from uccl_ep_serving.gpu.context import GpuContext
 from uccl_ep_serving.gpu.memory import InterpretedMemory
@@ -554,4 +554,7 @@ def test_a_rank_that_is_interrupted_while_all_set_up_their_gpus_takes_part_no_mo
         gpus = [Gpu(lambda rank=rank: memories[rank]) for rank in range(2)]  # type: ignore[misc]
         told, broken = run_ranks(network, here, settings, body, gpus=gpus)
     assert "rank 1 could not set up its GPU's memory: KeyboardInterrupt" in told
-    assert "ranks [0] have gone on without it (it failed (KeyboardInterrupt))" in broken
+    assert broken == (
+        "dispatch, rank 1: this rank takes part no more: ranks [0] have gone on without it (it failed "
+        f"(KeyboardInterrupt)). {after_eviction()}"
+    )

@@ -220,14 +220,15 @@ def test_what_the_facade_refuses() -> None:
         buffer.get_local_buffer_tensor(torch.uint8)
 
 
+def no_room(*_: Any, **__: Any) -> Segment:
+    """In place of ``Segment.create``."""
+    raise TransportError("cannot make a shared segment: File too large")
+
+
 def grow_without_room(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str, float]:
     """Rank 1 cannot make its new window."""
     buffer = bodies.opened(exchange, overrides)
     bodies.round_trip(buffer)
-
-    def no_room(*_: Any, **__: Any) -> Segment:
-        raise TransportError("cannot make a shared segment: File too large")
-
     begun = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         if exchange.rank == 1:
@@ -248,10 +249,6 @@ def test_a_rank_that_has_no_room_for_its_new_window_tells_the_others(ranks: Rank
 
 def open_without_room(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
     """Rank 1 cannot make its first window."""
-
-    def no_room(*_: Any, **__: Any) -> Segment:
-        raise TransportError("cannot make a shared segment: File too large")
-
     with pytest.MonkeyPatch.context() as patch:
         if exchange.rank == 1:
             patch.setattr(Segment, "create", no_room)

@@ -74,12 +74,12 @@ class Card:
 
     def __post_init__(self) -> None:
         self._check_choices()
-        for field in ("ranks", "tokens", "hidden", "experts", "topk", "iterations", "repeat"):
+        for field in ("ranks", "experts", "topk", "iterations", "repeat"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"card {self.name}: {field} = {getattr(self, field)} must be at least 1")
-        for field, most in (("tokens", _MOST_TOKENS), ("hidden", _MOST_TOKENS), ("seed", _MOST_SEED)):
-            if not 0 <= getattr(self, field) <= most:
-                raise ConfigError(f"card {self.name}: {field} = {getattr(self, field)} must be in 0..{most}")
+        for field, least, most in (("tokens", 1, _MOST_TOKENS), ("hidden", 1, _MOST_TOKENS), ("seed", 0, _MOST_SEED)):
+            if not least <= getattr(self, field) <= most:
+                raise ConfigError(f"card {self.name}: {field} = {getattr(self, field)} must be in {least}..{most}")
         if self.warmup < 0:
             raise ConfigError(f"card {self.name}: warmup = {self.warmup} must not be negative")
         if self.experts % self.ranks:

@@ -228,8 +228,9 @@ def compare(
             route=route,
         )
         plan = Plan(card, chosen, starts, _slowed(inject))
-        if card.route.startswith(TRACE):
-            from uccl_ep_serving.bench.routing import check_trace  # needs torch, as ranks do
+        if not launcher and card.route.startswith(TRACE):
+            # before ranks are started; needs torch, as they do
+            from uccl_ep_serving.bench.routing import check_trace
 
             check_trace(card)
     except ConfigError as error:

@@ -53,21 +53,21 @@ def is_well(reading: Reading) -> bool:
     return reading.counters is not None and reading.counters.get("state", "ok") in WELL
 
 
-def _silence(pid: int, strange: str) -> str:
-    """Why a process does not answer, as far as the system knows, or what is ``strange`` in its answer."""
+def _silence(pid: int, strange: str) -> tuple[str, str]:
+    """The state of a process without counters, and why: what is ``strange`` in its answer, or what the system knows."""
     if strange:
-        return (
+        return "strange", (
             f"its answer is none of this version's: {plain(strange)}. Next step: use the uccl-ep of the environment in "
             f"which it runs (ls -l /proc/{pid}/exe)"
         )
     try:
         status = psutil.Process(pid).status()
     except psutil.Error:
-        return "it does not answer"
+        return "silent", "it does not answer"
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return f"it does not answer: its process is stopped. Next step: kill -CONT {pid}"
+        return "silent", f"it does not answer: its process is stopped. Next step: kill -CONT {pid}"
     step = f"Next step: look where it is (py-spy dump --pid {pid})"
-    return f"it does not answer: its process ({status}) holds the interpreter's lock, or gets no core. {step}"
+    return "silent", f"it does not answer: its process ({status}) holds the interpreter's lock, or gets no core. {step}"
 
 
 def _peers(counters: Counters) -> str:
@@ -147,8 +147,9 @@ def picture(
     for one, (pid, counters, strange) in now.items():
         shown = str(pid or one.pid)
         if counters is None:
-            buffers.add_row(shown, "-", Text("strange" if strange else "silent", "red"))
-            troubles.append(f"process {shown}: {_silence(pid, strange)}")
+            silent, words = _silence(pid, strange)
+            buffers.add_row(shown, "-", Text(silent, "red"))
+            troubles.append(f"process {shown}: {words}")
             continue
         earlier, first = _same(one, counters, before), _same(one, counters, begun or {})
         who, state = (shown, f"{counters.get('rank')} of {counters.get('world')}"), plain(counters.get("state", "ok"))
@@ -187,11 +188,7 @@ def run(pids: Sequence[int], ranks: Sequence[int], interval: float, once: bool, 
         answers = [
             {name: value for name, value in one.counters.items() if name != "calls"}
             if one.counters
-            else {
-                "pid": one.pid,
-                "state": "strange" if one.strange else "silent",
-                "why": _silence(one.pid, one.strange),
-            }
+            else dict(zip(("pid", "state", "why"), (one.pid, *_silence(one.pid, one.strange)), strict=True))
             for one in before.values()
         ]
         print(json.dumps(answers, indent=1))

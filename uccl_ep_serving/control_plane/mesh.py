@@ -90,7 +90,7 @@ class ControlMesh:
         self.liveness = Liveness(rank, ranks, self._wake_reader)
         self.steps = Steps(rank, ranks, self.liveness, settings.connect_timeout)
         self.liveness.waits_for = lambda: (self.steps.waits_for(), self.stood_still)
-        self.liveness.leaves = lambda: "it closes its Buffer" if self.steps.present == CLOSE else ""
+        self.liveness.leaves = self.leaves
         self.on_lost: Callable[[int], None] = lambda peer: None
         self.on_goodbye: Callable[[int], None] = lambda peer: None
         self.on_stopped: Callable[[], None] = lambda: None
@@ -121,6 +121,10 @@ class ControlMesh:
         self._limit: tuple[float, Callable[[], None]] | None = None
         self._reader: threading.Thread | None = None
         _open_meshes.add(self)
+
+    def leaves(self) -> str:
+        """In words, that this rank closes its Buffer; "" while it does not."""
+        return "it closes its Buffer" if self.steps.present == CLOSE else ""
 
     # -- connecting ---------------------------------------------------------------------------------------------
 

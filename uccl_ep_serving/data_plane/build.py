@@ -80,8 +80,8 @@ class PlaneBuilder:
         #: Agreed by the first build, and the same in every epoch: kernels are made for it.
         self.channels = Channels(0, "")
         self._gpu, self._writes = gpu, NicWrites()
-        #: Endpoints are being connected: what fails then may be the fault of either end.
-        self.is_connecting = False
+        #: The last build has ended because an endpoint could not be connected, which may be the fault of either end.
+        self.is_unconnected = False
 
     def build(self, room: LowLatencyRoom | None, epoch: int, watch: PlaneWatch) -> DataPlane:
         """A running data plane. Collective among the ranks that are not masked.
@@ -100,7 +100,7 @@ class PlaneBuilder:
         except ValueError as error:
             raise ConfigError(f"{error}") from error
         plane = DataPlane(layout)
-        self.is_connecting = False
+        self.is_unconnected = False
         try:
             self._exchange_offers()
             windows, mailboxes = self._share_windows(plane)
@@ -313,11 +313,10 @@ class PlaneBuilder:
                 addresses: list[bytes | None] = [
                     theirs[peer][kind][proxy] if peer in peers else None for peer in range(self._ranks)
                 ]
-                self.is_connecting = True
                 try:
                     endpoint.connect(addresses, deadline)
-                    self.is_connecting = False
                 except (BootstrapError, TransportError):
+                    self.is_unconnected = True
                     # A transport may see the end of a process first, and it knows no reason.
                     self._liveness.wait_for_news(_NEWS_SECONDS)
                     self._liveness.check(_CONNECTING)

@@ -162,7 +162,7 @@ class Epochs:
         Not told is what blames a peer, or is raised by every rank alike; nor of a connection, which has two ends.
         """
         liveness = self._mesh.liveness
-        if isinstance(error, (PeerError, ProtocolError, BootstrapError, ConfigError)) or self._builder.is_connecting:
+        if isinstance(error, (PeerError, ProtocolError, BootstrapError, ConfigError)) or self._builder.is_unconnected:
             return
         if liveness.present and not (self.watch.closed or liveness.stopped):
             liveness.fail(in_words(error))

@@ -140,9 +140,7 @@ def in_turn(method: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_
         finally:
             turn.give()
 
-    _CODES.add(taking_turns.__code__)
-    functools.update_wrapper(taking_turns, method)
-    _break_graphs(taking_turns)
+    _wrap(taking_turns, method)
     return taking_turns
 
 
@@ -163,10 +161,15 @@ def if_free(method: Callable[[_S], None]) -> Callable[[_S], bool]:
             turn.give()
         return True
 
-    _CODES.add(where_free.__code__)
-    functools.update_wrapper(where_free, method)
-    _break_graphs(where_free)
+    _wrap(where_free, method)
     return where_free
+
+
+def _wrap(call: Any, method: Any) -> None:
+    """``call`` stands for ``method``, and holds a turn while that runs."""
+    _CODES.add(call.__code__)
+    functools.update_wrapper(call, method)
+    _break_graphs(call)
 
 
 def _break_graphs(call: Any) -> None:

@@ -365,10 +365,9 @@ class PlaneWatch:
         return self._mesh.steps.waits_for() or (space.waits_for if space is not None else None), still
 
     def _leaves(self) -> str:
-        """Why this rank can end nothing that others wait for, in words, "" where it can."""
-        if self._mesh.steps.present != CLOSE:
-            return ""
-        return "it closes its Buffer" + (f", after {self.interrupted}" if self.interrupted else "")
+        """As the mesh says it, and after what."""
+        words = self._mesh.leaves()
+        return f"{words}, after {self.interrupted}" if words and self.interrupted else words
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -259,6 +259,9 @@ class Epoch:
         self._runtime = runtime
         self._flights = flights
         self._gpu = gpu
+        #: Whether all ranks have compiled what their first operation in these windows launches. Where a rank is lost on
+        #: the way to that, some of the others know and some do not: they ask each other again in the next epoch.
+        self.has_compiled = False
         #: What the windows have room for, these and all later ones: room never shrinks.
         self._fitting: set[LowLatencyPlan] = set()
 
@@ -364,9 +367,15 @@ class Epoch:
         if self.number == self._runtime.epoch:
             return False
         self.number = self._runtime.epoch
+        self.has_compiled = False
         for flight in self._flights:
             flight.clear()
         return True
+
+    def compile_together(self, compile: Callable[[], object]) -> None:
+        """``compile`` on all ranks, before their first operation in these windows; see ``Runtime.compile_together``."""
+        self._runtime.compile_together(compile)
+        self.has_compiled = True
 
     def operation(self, phase: str, flight: InFlight | None = None, plan: LowLatencyPlan | None = None) -> Operation:
         """What goes around sending an operation, which counts as begun; ``plan``: of one of low latency."""

@@ -100,8 +100,6 @@ class NormalGpuSession:
         #: Of all operations: the place of each in the order of their first.
         self._forms: dict[RowFormat, int] = {}
         self._warm: set[tuple[RowFormat, int, str]] = set()
-        #: Whether all ranks of the present epoch have compiled their first operation; see RowExchange.
-        self._met = False
 
     def check(self, phase: str) -> None:
         """Raise what is known to be wrong: of this Buffer, or of an operation whose end nobody waited for."""
@@ -141,7 +139,7 @@ class NormalGpuSession:
             )
         self.kernels.check(runtime.settings, form.topk)
         new = self._present is None or not self.epoch.present
-        if capturing and (new or not self._met or self._kind(form, biases) not in self._warm):
+        if capturing and (new or not self.epoch.has_compiled or self._kind(form, biases) not in self._warm):
             raise ConfigError(
                 f"{form.name}: its kernels and counters are not there yet, which no graph can capture. Next step: "
                 "dispatch and combine once in the same formats before the capture"
@@ -149,21 +147,19 @@ class NormalGpuSession:
         if self._present is None or new:
             self._present = self._build()
             self.epoch.enter()
-            self._met = False
         present, wire = self._present, wire_format(form)
         kind = self._kind(form, biases)
-        if kind not in self._warm or not self._met:
+        if kind not in self._warm or not self.epoch.has_compiled:
 
             def compile() -> None:
                 with self._gpu.on_its_device():
                     present.kernels.warm(wire, form.local_experts * runtime.ranks, biases)
 
             # All ranks are in their first operation together, those with CPU kernels as well; formats may differ.
-            if self._met:
+            if self.epoch.has_compiled:
                 compile()
             else:
-                runtime.compile_together(compile)
-            self._met = True
+                self.epoch.compile_together(compile)
             self._warm.add(kind)
         return present, wire
 

@@ -76,9 +76,6 @@ class RowExchange:
         self.expert_counts: Int64s = np.zeros(0, dtype=np.int64)
         self.operation: Int64s = np.zeros(block.OPERATION_WORDS, dtype=np.int64)
         self.peers: Int64s = np.zeros((ranks, block.PEER_WORDS), dtype=np.int64)
-        #: Whether all ranks of the present epoch have compiled their kernels. Where a rank is lost on the way to that,
-        #: some of the others know and some do not: they ask each other again in the next epoch.
-        self._compiled = False
         self._addresses = (self._counts.ctypes.data, self.operation.ctypes.data, self.peers.ctypes.data)
 
     @property
@@ -103,12 +100,10 @@ class RowExchange:
             self._number = self._notices = 0
             self._counts.fill(0)
             self._templates.clear()
-            self._compiled = False
-        if not self._compiled:
-            groups = [self.kernels.NORMAL, self.kernels.NORMAL_NODES][: 2 if self._node_ranks else 1]
-            runtime.compile_together(lambda: load(*groups))
-            self._compiled = True
         node_ranks = self._node_ranks
+        if not self.epoch.has_compiled:
+            groups = [self.kernels.NORMAL, self.kernels.NORMAL_NODES][: 2 if node_ranks else 1]
+            self.epoch.compile_together(lambda: load(*groups))
         if node_ranks and (handle is None or _went_between_nodes_of(node_ranks, handle)):
             form = form._replace(node_ranks=node_ranks)
         if runtime.ranks > 1 and form[:-1] not in self._templates:
