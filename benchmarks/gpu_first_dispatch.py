@@ -13,7 +13,7 @@ from unittest import mock
 from benchmarks.gpu_frame import interpreted, kernel_times
 
 #: Its kernels, in their order; the layout is counted already.
-KERNELS = ("report_ids", "open_rows", "dispatch_rows")
+KERNELS = ("open_rows", "dispatch_rows")
 #: What each step of the host ends with: the opening is launched, its reply is here, what moves rows is launched, the
 #: device is done.
 STEPS = ("opened", "replied", "moving", "done")

@@ -171,7 +171,7 @@ class NormalFormat(NamedTuple):
 
 class NormalOpening(NamedTuple):
     """Addresses and sizes with which an operation is opened, 0 for what there is not; see
-    ``triton/normal_notify.Opening``."""
+    ``triton/normal_notify.Opening``, and ``triton/routing.mark_tokens`` for ids that are to be counted before."""
 
     in_rank: int
     tokens: int
@@ -180,6 +180,9 @@ class NormalOpening(NamedTuple):
     number: int
     info: int
     ticket: int
+    wrong: int = 0
+    topk_idx: int = 0
+    rank_counts: int = 0
 
 
 class NormalTensors(NamedTuple):

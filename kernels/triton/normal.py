@@ -19,9 +19,8 @@ from .launch import Launch, Variant
 from .low_latency import MAX_TOPK
 from .normal_combine import CombineShape, combine_rows
 from .normal_dispatch import DispatchShape, dispatch_rows
-from .normal_open import open_rows
-from .normal_pipes import ChannelShape
-from .routing import MarkShape, mark_tokens, report_ids
+from .normal_open import OpenShape, open_rows
+from .routing import MarkShape, mark_tokens
 from .target import CUDA, Target, present_target
 
 #: Threads of a program, and registers of each at most on CUDA: all that there are. Where a kernel calls functions ptxas
@@ -70,7 +69,6 @@ class TritonNormalKernels:
             # one for each thread, so that nobody reads for another; and no fewer than there are channels
             "PIPES": max(pipes, _power_of_two(NORMAL_CHANNELS) if interpreted else _THREADS),
         }
-        self._reporting = Variant(report_ids, {})
         # each is made once for its formats, of which an engine has a few
         self._of_mark = functools.cache(self._make_mark)
         self._of_opening = functools.cache(self._make_opening)
@@ -105,7 +103,7 @@ class TritonNormalKernels:
         if form.kind == NormalNotify.OPERATION_DISPATCH:
             found += self.open(at, at, form, opening, 1)
         if form.topk:
-            found += self.mark(at, 1, form.topk, experts, at, at, at, at) + self.report(at, at, at, experts)
+            found += self.mark(at, 1, form.topk, experts, at, at, at, at)
         return found
 
     def new_state(self, layout: WindowLayout, device: torch.device) -> DeviceNormalState:
@@ -127,19 +125,19 @@ class TritonNormalKernels:
         rank_counts: int,
         expert_counts: int,
         in_rank: int,
-        bad: int,
+        wrong: int,
     ) -> tuple[Launch, ...]:
-        """Counts and marks of int64[tokens, topk] ids."""
+        """Counts and marks of int64[tokens, topk] ids: see :func:`.routing.mark_tokens`."""
+        block, grid = self._marking(tokens)
+        counts = rank_counts, expert_counts, in_rank, wrong
+        return (Launch(self._of_mark(topk, block), grid, (topk_idx, tokens, experts, self.ranks, *counts)),)
+
+    def _marking(self, tokens: int) -> tuple[int, tuple[int, int, int]]:
+        """Tokens that a program marks, and the grid for all."""
         block = min(_MARKED, max(_PAIRS // self._ranks, 1))
         if self.target.interpreted:
             block = min(max(_PAIRS // self._ranks, 1), _power_of_two(tokens))
-        grid = max(-(-tokens // block), 1), 1, 1
-        counts = rank_counts, expert_counts, in_rank, bad
-        return (Launch(self._of_mark(topk, block), grid, (topk_idx, tokens, experts, self.ranks, *counts)),)
-
-    def report(self, context: int, state: int, bad: int, experts: int) -> tuple[Launch, ...]:
-        """Tell the host of an id out of range that :meth:`mark` has found."""
-        return (Launch(self._reporting, (1, 1, 1), (context, state, bad, experts)),)
+        return block, (max(-(-tokens // block), 1), 1, 1)
 
     def _make_mark(self, topk: int, block: int) -> Variant:
         return Variant(mark_tokens, {"SHAPE": MarkShape(TOPK=topk, RANKS=self._ranks, BLOCK=block)}, warps=4)
@@ -149,14 +147,18 @@ class TritonNormalKernels:
     def open(
         self, context: int, state: int, form: NormalFormat, opening: NormalOpening, capacity: int
     ) -> tuple[Launch, ...]:
-        """The opening alone: see :func:`.normal_open.open_rows`. ``capacity``: rows that were promised to be enough, 0:
-        none."""
-        variant = self._of_opening(form.kind, form.node_ranks > 0)
-        told = _told(form, opening, capacity)
-        return (Launch(variant, (1, 1, 1), (context, state, form.channels, form.node_ranks, *told)),)
+        """The opening alone, and what counts ids before it: see :func:`.normal_open.open_rows`. ``capacity``: rows that
+        were promised to be enough, 0: none."""
+        block, grid = self._marking(opening.tokens)
+        topk = form.topk if form.kind == NormalNotify.OPERATION_DISPATCH else 0
+        variant = self._of_opening(form.kind, form.node_ranks > 0, topk, block)
+        told = (*_told(form, opening, capacity), opening.topk_idx, opening.rank_counts)
+        grid = grid if opening.topk_idx else (1, 1, 1)
+        return (Launch(variant, grid, (context, state, form.channels, form.node_ranks, *told)),)
 
-    def _make_opening(self, kind: int, nodes: bool) -> Variant:
-        return Variant(open_rows, {"SHAPE": ChannelShape(KIND=kind, NODES=nodes, **self._shared)}, self._warps)
+    def _make_opening(self, kind: int, nodes: bool, topk: int, block: int) -> Variant:
+        shape = OpenShape(KIND=kind, NODES=nodes, TOPK=topk, BLOCK=block, **self._shared)
+        return Variant(open_rows, {"SHAPE": shape}, self._warps)
 
     def dispatch(
         self,
@@ -170,11 +172,17 @@ class TritonNormalKernels:
         kept: int,
         is_open: bool,
     ) -> tuple[Launch, ...]:
-        """A dispatch into outputs of ``capacity`` rows: see :func:`.normal_dispatch.dispatch_rows`.
+        """A dispatch into outputs of ``capacity`` rows: see :func:`.normal_dispatch.dispatch_rows`. What counts ids is
+        another launch, before.
 
         Args:
             marks, kept: of the rows that this rank forwards. is_open: :meth:`open` was launched before.
         """
+        counting: tuple[Launch, ...] = ()
+        if opening.topk_idx and not is_open:
+            experts, counts = form.local_experts * self.ranks, (opening.rank_counts, opening.expert_counts)
+            ids = opening.topk_idx, opening.tokens, form.topk, experts
+            counting = self.mark(*ids, *counts, opening.in_rank, opening.wrong)
         arguments = (
             context,
             state,
@@ -194,7 +202,7 @@ class TritonNormalKernels:
             kept,
         )
         kind = (form.kind, form.node_ranks > 0, form.row_bytes, form.scale_bytes, form.topk)
-        return (Launch(self._of_dispatch(*kind), (form.channels, 1, 1), arguments),)
+        return *counting, Launch(self._of_dispatch(*kind), (form.channels, 1, 1), arguments)
 
     def _moving(self, nodes: bool, row_bytes: int, topk: int) -> dict[str, Any]:
         """Fields of a :class:`.normal_rows.RowShape`; all dtypes are copied alike."""
@@ -285,6 +293,7 @@ def _told(form: NormalFormat, opening: NormalOpening, capacity: int) -> tuple[in
         opening.tokens,
         opening.route,
         opening.expert_counts,
+        opening.wrong,
         opening.number,
         opening.info,
         opening.ticket,

@@ -147,6 +147,39 @@ def _sum_weights(
 
 
 @triton.jit
+def _sum_rows(
+    one: Channel,
+    tensors: Tensors,
+    index: tl.tensor,
+    inside: tl.tensor,
+    target: tl.tensor,
+    weights: tl.tensor,
+    token: tl.tensor,
+    BIASES: tl.constexpr,
+    shape: tl.constexpr,
+) -> None:
+    """Store the sums of the rows ``index`` of this turn at ``target``, and those of their weights at ``weights``, all
+    [rows]; with the biases of ``token`` [rows]."""
+    row_bytes: tl.constexpr = 4 * shape.WORDS
+    many = ways_each(one, index, inside)
+    for start in range(0, shape.HIDDEN, shape.SUMMED):
+        column = start + tl.arange(0, shape.SUMMED)[None, :]
+        wanted = inside[:, None] & (column < shape.HIDDEN)
+        total = _sum_values(one, index, many, column, shape)
+        if BIASES > 0:
+            total += load_floats(tensors.bias_0 + token * row_bytes, column, wanted, shape.DTYPE)
+        else:
+            total = tl.where((many > 0)[:, None], total, 0.0)
+        if BIASES > 1:
+            total += load_floats(tensors.bias_1 + token * row_bytes, column, wanted, shape.DTYPE)
+        store_floats(target, column, total, wanted, shape.DTYPE)
+    if shape.TOPK > 0:
+        slot = tl.arange(0, shape.SLOTS)[None, :]
+        factors = _sum_weights(one, index, many, row_bytes, shape)
+        tl.store(floats(weights[:, None] + 4 * slot), factors, mask=inside[:, None] & (slot < shape.TOPK))
+
+
+@triton.jit
 def _sum_own(one: Channel, tensors: Tensors, token: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Sum the next tokens from ``token`` on whose rows are all there: how many."""
     end = first_token(tensors.tokens, one.index + 1, one.channels)
@@ -154,27 +187,11 @@ def _sum_own(one: Channel, tensors: Tensors, token: tl.tensor, shape: tl.constex
     marks = Marks(tensors.in_rank + token * one.ranks, one.ranks, tensors.tokens)
     none = tl.full((), 0, tl.int64)
     rows = plan_rows(one, marks, none, pipes, tl.minimum(end - token, STEP), False, False, shape)
-    row_bytes: tl.constexpr = 4 * shape.WORDS
     for begin in range(0, rows, shape.SUMMED_ROWS):
         index = begin + tl.arange(0, shape.SUMMED_ROWS).to(tl.int64)
-        inside = index < rows
-        each, many = token + index, ways_each(one, index, inside)
-        for start in range(0, shape.HIDDEN, shape.SUMMED):
-            column = start + tl.arange(0, shape.SUMMED)[None, :]
-            wanted = inside[:, None] & (column < shape.HIDDEN)
-            total = _sum_values(one, index, many, column, shape)
-            if shape.BIASES > 0:
-                total += load_floats(tensors.bias_0 + each * row_bytes, column, wanted, shape.DTYPE)
-            else:
-                total = tl.where((many > 0)[:, None], total, 0.0)
-            if shape.BIASES > 1:
-                total += load_floats(tensors.bias_1 + each * row_bytes, column, wanted, shape.DTYPE)
-            store_floats(tensors.out + each * row_bytes, column, total, wanted, shape.DTYPE)
-        if shape.TOPK > 0:
-            slot = tl.arange(0, shape.SLOTS)[None, :]
-            total = _sum_weights(one, index, many, row_bytes, shape)
-            at = floats(tensors.out_weights + 4 * (each[:, None] * shape.TOPK + slot))
-            tl.store(at, total, mask=inside[:, None] & (slot < shape.TOPK))
+        each = token + index
+        target, weights = tensors.out + each * (4 * shape.WORDS), tensors.out_weights + 4 * each * shape.TOPK
+        _sum_rows(one, tensors, index, index < rows, target, weights, each, shape.BIASES, shape)
     return rows
 
 
@@ -190,25 +207,14 @@ def _sum_for(one: Channel, tensors: Tensors, node: tl.tensor, shape: tl.constexp
         # rule: rows whose marks were not kept are not summed
         marks = Marks(tensors.marks + row * nbytes, nbytes, tensors.kept - row)
         rows = plan_rows(one, marks, first, one.size, rows, False, True, shape)
-        row_bytes: tl.constexpr = 4 * shape.WORDS
         ring, held = get(one, N.OUT_RING, rail), get(one, N.OUT_ROWS, rail)
         for begin in range(0, rows, shape.SUMMED_ROWS):
             index = begin + tl.arange(0, shape.SUMMED_ROWS).to(tl.int64)
-            inside = index < rows
-            many = ways_each(one, index, inside)
-            target = row_address(ring, held, one.stride, (sent + index).to(tl.int32))
-            for start in range(0, shape.HIDDEN, shape.SUMMED):
-                column = start + tl.arange(0, shape.SUMMED)[None, :]
-                wanted = inside[:, None] & (column < shape.HIDDEN)
-                total = _sum_values(one, index, many, column, shape)
-                total = tl.where((many > 0)[:, None], total, 0.0)
-                store_floats(target, column, total, wanted, shape.DTYPE)
+            target, inside = row_address(ring, held, one.stride, (sent + index).to(tl.int32)), index < rows
+            meta = target + 4 * shape.WORDS
+            _sum_rows(one, tensors, index, inside, target, meta, index, 0, shape)
             if shape.TOPK > 0:
-                slot = tl.arange(0, shape.SLOTS)[None, :]
-                factors = _sum_weights(one, index, many, row_bytes, shape)
-                at = floats(target[:, None] + row_bytes + 4 * slot)
-                tl.store(at, factors, mask=inside[:, None] & (slot < shape.TOPK))
-                pad(target + row_bytes, inside, shape.TOPK, tensors.meta)
+                pad(meta, inside, shape.TOPK, tensors.meta)
         poke(entry(one, N.NEXT_SENT, rail), sent + rows)
         if sent + rows == total_rows:
             # rows that no sum needs, of a dispatch that received more than was promised, hold nobody up
@@ -302,6 +308,7 @@ def combine_rows(
             in_rank,
             tokens,
             route,
+            none,
             none,
             number,
             info,

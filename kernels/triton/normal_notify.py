@@ -43,6 +43,7 @@ class Opening(NamedTuple):
         in_rank: uint8[tokens, ranks], which ranks a token of this rank goes to. tokens: of this rank.
         route: int64[ROUTE_TABLES, ranks, NORMAL_CHANNELS], written in a first dispatch.
         expert_counts: int32[experts] to tell and to add up, in a first dispatch; else 0.
+        wrong: int64[1] that :func:`.routing.mark_tokens` has left; 0 where it has counted nothing.
         number: int64[1], number of the dispatch that the handle is of, written in a first one.
         info: what the host is told (``blocks.normal_device``), in its memory. ticket: of this call, stored there last.
         capacity: rows that were promised to be enough, 0 = no promise.
@@ -55,6 +56,7 @@ class Opening(NamedTuple):
     tokens: tl.tensor
     route: tl.tensor
     expert_counts: tl.tensor
+    wrong: tl.tensor
     number: tl.tensor
     info: tl.tensor
     ticket: tl.tensor

@@ -7,12 +7,14 @@ the other channels.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 from ...protocol.streams import NORMAL_CHANNELS, NORMAL_COMBINE, NORMAL_DISPATCH
 from .blocks import INFO, N, S, W
-from .context import has_failed, is_live, peer_window, sticky_code, wait_limit
+from .context import has_failed, is_live, peer_window, rank_count, sticky_code, wait_limit
 from .kernel import kernel
 from .normal_notify import (
     DISPATCH,
@@ -35,6 +37,7 @@ from .normal_pipes import (
     COMBINE,
     EVERYTHING,
     Channel,
+    ChannelShape,
     as_long,
     channel_of,
     chunk_rows,
@@ -50,11 +53,34 @@ from .normal_pipes import (
     whole,
 )
 from .normal_progress import fail_by_notes
-from .wait import FAILURE_PEER_TIMEOUT, FAILURE_PROTOCOL, FAILURE_RING_FULL, GO_ON, RELEASED, STILL_FULL, TOO_LATE, fail
-from .words import acquire, clock_ns, enter, int64s, peek, poke, release_each, settle, uint8s, uniform
+from .routing import POSITIONS, mark_block
+from .wait import (
+    FAILURE_PEER_TIMEOUT,
+    FAILURE_PROTOCOL,
+    FAILURE_RING_FULL,
+    GO_ON,
+    RELEASED,
+    STILL_FULL,
+    TOO_LATE,
+    fail,
+    report_id,
+)
+from .words import acquire, arrive_last, clock_ns, enter, int64s, peek, poke, release_each, settle, uint8s, uniform
 
 _DISPATCH_STREAM, _COMBINE_STREAM = tl.constexpr(NORMAL_DISPATCH), tl.constexpr(NORMAL_COMBINE)
 _CHANNELS = tl.constexpr(NORMAL_CHANNELS)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OpenShape(ChannelShape):
+    """What :func:`open_rows` is compiled for.
+
+    Attributes:
+        TOPK: ids of a token, 0 = it has none. BLOCK: tokens whose ids a program counts.
+    """
+
+    TOPK: int
+    BLOCK: int
 
 
 @triton.jit
@@ -153,15 +179,8 @@ def _set_pipes(one: Channel, opening: Opening, shape: tl.constexpr) -> None:
     set_each(one, N.OUT_RING, pipes, live, out_ring(one, pipes, peers, shape))
     set_each(one, N.OUT_ROWS, pipes, live, out_rows)
     zero = tl.zeros_like(pipes)
-    set_each(one, N.ARRIVED, pipes, every, zero)
-    set_each(one, N.LIMIT, pipes, every, zero)
-    set_each(one, N.WRITTEN, pipes, every, zero)
-    set_each(one, N.SENT, pipes, every, zero)
-    set_each(one, N.NEXT_SENT, pipes, every, zero)
-    set_each(one, N.SHOWN, pipes, every, zero)
-    set_each(one, N.TAKEN, pipes, every, zero)
-    set_each(one, N.NEXT_TAKEN, pipes, every, zero)
-    set_each(one, N.FREED, pipes, every, zero)
+    for table in tl.static_range(N.ARRIVED, N.FREED + 1):
+        set_each(one, table, pipes, every, zero)
     stream = tl.where(one.phase == 0, _DISPATCH_STREAM, _COMBINE_STREAM) + one.index
     set_each(one, N.WRONG_STREAM, pipes, every, stream)
     set_each(one, N.WRONG_GOT, pipes, every, zero)
@@ -225,6 +244,11 @@ def open_operation(one: Channel, opening: Opening, shape: tl.constexpr) -> None:
     if shape.KIND == DISPATCH:
         # until the ranks agree: a combine of this handle agrees with nobody's
         poke(opening.number, -2 - one.me)
+        # rule: normal mode: the host is told of an expert id out of range
+        if opening.wrong != 0:
+            wrong = peek(opening.wrong)
+            if wrong != 0:
+                report_id(context, state, wrong + POSITIONS, opening.local_experts * one.ranks)
     # of windows that are gone the verdict alone is left
     over = uniform(has_failed(context).to(tl.int32))
     if over == 0:
@@ -315,6 +339,7 @@ def open_rows(
     tokens: tl.int64,
     route: tl.int64,
     expert_counts: tl.int64,
+    wrong: tl.int64,
     number: tl.int64,
     info: tl.int64,
     ticket: tl.int64,
@@ -326,36 +351,52 @@ def open_rows(
     meta_bytes: tl.int64,
     local_experts: tl.int64,
     most_each: tl.int64,
+    topk_idx: tl.int64,
+    rank_counts: tl.int64,
     SHAPE: tl.constexpr,
 ) -> None:
-    """Open an operation whose rows a later launch moves; grid (1,). It takes the arguments that
-    :func:`.normal_dispatch.dispatch_rows` begins with, without ``is_open``; ``SHAPE`` is a
-    :class:`.normal_pipes.ChannelShape`. Where the ranks part nothing is left to do, and the operation is over."""
-    channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
-    row_bytes, meta_bytes = row_bytes.to(tl.int64), meta_bytes.to(tl.int64)
-    first = tl.full((), 0, tl.int64)
-    one = channel_of(context, state, first, channels, node_ranks, row_bytes + meta_bytes, SHAPE)
-    opening = Opening(
-        in_rank,
-        tokens.to(tl.int64),
-        route,
-        expert_counts,
-        number,
-        info,
-        ticket.to(tl.int64),
-        capacity.to(tl.int64),
-        digest.to(tl.int64),
-        digest_step.to(tl.int64),
-        coding.to(tl.int64),
-        row_bytes,
-        meta_bytes,
-        local_experts.to(tl.int64),
-        most_each.to(tl.int64),
-    )
-    open_operation(one, opening, SHAPE)
-    before = peek(state + W.NUMBER)
-    parted = peek(state + W.OPENED) != before + 1
-    # every thread has read what one of them is about to overwrite
-    settle()
-    if parted:
-        poke(state + W.NUMBER, before + 1)
+    """Open an operation whose rows a later launch moves; grid (1,). Where ids are to be counted before, grid
+    (ceil(tokens / BLOCK),): each program counts some, and the last to end opens. Where the ranks part nothing is left
+    to do, and the operation is over.
+
+    It takes the arguments that :func:`.normal_dispatch.dispatch_rows` begins with, without ``is_open``; then those that
+    :func:`.routing.mark_tokens` has besides, 0 where nothing is counted. ``SHAPE`` is an :class:`OpenShape`.
+    """
+    tokens, local_experts = tokens.to(tl.int64), local_experts.to(tl.int64)
+    last = tl.full((), 1, tl.int1)
+    if SHAPE.TOPK > 0:
+        if topk_idx != 0:
+            ranks = rank_count(context)
+            experts = local_experts * ranks
+            mark_block(topk_idx, tokens, experts, ranks, rank_counts, expert_counts, in_rank, wrong, SHAPE)
+            last = arrive_last(state + W.ENDED, 1, tl.num_programs(0))
+    if last:
+        channels, node_ranks = channels.to(tl.int64), node_ranks.to(tl.int64)
+        row_bytes, meta_bytes = row_bytes.to(tl.int64), meta_bytes.to(tl.int64)
+        first = tl.full((), 0, tl.int64)
+        one = channel_of(context, state, first, channels, node_ranks, row_bytes + meta_bytes, SHAPE)
+        opening = Opening(
+            in_rank,
+            tokens,
+            route,
+            expert_counts,
+            wrong,
+            number,
+            info,
+            ticket.to(tl.int64),
+            capacity.to(tl.int64),
+            digest.to(tl.int64),
+            digest_step.to(tl.int64),
+            coding.to(tl.int64),
+            row_bytes,
+            meta_bytes,
+            local_experts,
+            most_each.to(tl.int64),
+        )
+        open_operation(one, opening, SHAPE)
+        before = peek(state + W.NUMBER)
+        parted = peek(state + W.OPENED) != before + 1
+        # every thread has read what one of them is about to overwrite
+        settle()
+        if parted:
+            poke(state + W.NUMBER, before + 1)

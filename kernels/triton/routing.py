@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import triton
 import triton.language as tl
 
 from .kernel import Shape, kernel
-from .wait import report_id
 from .words import int32s, int64s, uint8s
+
+#: More than every position: what stands for one is negative, and 0 for none.
+POSITIONS = tl.constexpr(1 << 62)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -28,7 +31,42 @@ class MarkShape(Shape):
     BLOCK: int
 
 
-@kernel(aligned=["rank_counts", "expert_counts", "in_rank", "bad"])
+@triton.jit
+def mark_block(
+    topk_idx: tl.tensor,
+    tokens: tl.tensor,
+    experts: tl.tensor,
+    ranks: tl.tensor,
+    rank_counts: tl.tensor,
+    expert_counts: tl.tensor,
+    in_rank: tl.tensor,
+    wrong: tl.tensor,
+    shape: tl.constexpr,
+) -> None:
+    """This program's part of :func:`mark_tokens`, with all that takes; ``shape`` has the fields of a
+    :class:`MarkShape`."""
+    token = tl.program_id(0).to(tl.int64) * shape.BLOCK + tl.arange(0, shape.BLOCK).to(tl.int64)
+    inside = token < tokens
+    rank = tl.arange(0, shape.RANKS).to(tl.int64)[None, :]
+    local = experts // ranks
+    marks = tl.zeros([shape.BLOCK, shape.RANKS], tl.int32)
+    for slot in range(shape.TOPK):
+        at = token * shape.TOPK + slot
+        expert = tl.load(int64s(topk_idx + 8 * at), mask=inside, other=-1)
+        # rule: normal mode: an expert id out of range counts nowhere
+        right = (expert >= 0) & (expert < experts)
+        tl.atomic_add(int32s(expert_counts + 4 * tl.where(right, expert, 0)), right.to(tl.int32), mask=right)
+        refused = inside & ((expert < -1) | (expert >= experts))
+        tl.atomic_min(int64s(wrong + tl.zeros_like(at)), at - POSITIONS, mask=refused)
+        mine = tl.where(right, expert // local, -1)
+        marks = marks | (mine[:, None] == rank).to(tl.int32)
+    tl.store(uint8s(in_rank + token[:, None] * ranks + rank), marks.to(tl.uint8), mask=inside[:, None] & (rank < ranks))
+    counts = tl.sum(marks, axis=0)
+    each = tl.arange(0, shape.RANKS).to(tl.int64)
+    tl.atomic_add(int32s(rank_counts + 4 * each), counts, mask=(each < ranks) & (counts > 0))
+
+
+@kernel(aligned=["in_rank", "wrong"])
 def mark_tokens(
     topk_idx: tl.int64,
     tokens: tl.int64,
@@ -37,7 +75,7 @@ def mark_tokens(
     rank_counts: tl.int64,
     expert_counts: tl.int64,
     in_rank: tl.int64,
-    bad: tl.int64,
+    wrong: tl.int64,
     SHAPE: tl.constexpr,
 ) -> None:
     """Count tokens per rank and expert and mark the ranks of each token; grid (ceil(tokens / BLOCK),).
@@ -46,34 +84,7 @@ def mark_tokens(
         topk_idx: int64[tokens, TOPK].
         rank_counts, expert_counts: int32[ranks] and int32[experts], zero before.
         in_rank: uint8[tokens, ranks], written.
-        bad: int64[1], its largest value before: becomes the smallest position of an id out of range.
+        wrong: int64[1], zero before: becomes the smallest position of an id out of range less POSITIONS.
     """
     tokens, experts, ranks = tokens.to(tl.int64), experts.to(tl.int64), ranks.to(tl.int64)
-    token = tl.program_id(0).to(tl.int64) * SHAPE.BLOCK + tl.arange(0, SHAPE.BLOCK).to(tl.int64)
-    inside = token < tokens
-    rank = tl.arange(0, SHAPE.RANKS).to(tl.int64)[None, :]
-    local = experts // ranks
-    marks = tl.zeros([SHAPE.BLOCK, SHAPE.RANKS], tl.int32)
-    for slot in range(SHAPE.TOPK):
-        at = token * SHAPE.TOPK + slot
-        expert = tl.load(int64s(topk_idx + 8 * at), mask=inside, other=-1)
-        # rule: normal mode: an expert id out of range counts nowhere
-        right = (expert >= 0) & (expert < experts)
-        tl.atomic_add(int32s(expert_counts + 4 * tl.where(right, expert, 0)), right.to(tl.int32), mask=right)
-        wrong = inside & ((expert < -1) | (expert >= experts))
-        tl.atomic_min(int64s(bad + tl.zeros_like(at)), at, mask=wrong)
-        mine = tl.where(right, expert // local, -1)
-        marks = marks | (mine[:, None] == rank).to(tl.int32)
-    tl.store(uint8s(in_rank + token[:, None] * ranks + rank), marks.to(tl.uint8), mask=inside[:, None] & (rank < ranks))
-    counts = tl.sum(marks, axis=0)
-    each = tl.arange(0, SHAPE.RANKS).to(tl.int64)
-    tl.atomic_add(int32s(rank_counts + 4 * each), counts, mask=(each < ranks) & (counts > 0))
-
-
-@kernel(aligned=["context", "state", "bad"])
-def report_ids(context: tl.int64, state: tl.int64, bad: tl.int64, experts: tl.int64) -> None:
-    """Tell the host when :func:`mark_tokens` has found an id out of range, which it has counted nowhere; grid (1,)."""
-    experts = experts.to(tl.int64)
-    position = tl.load(int64s(bad))
-    if position < (1 << 62):
-        report_id(context, state, position, experts)
+    mark_block(topk_idx, tokens, experts, ranks, rank_counts, expert_counts, in_rank, wrong, SHAPE)

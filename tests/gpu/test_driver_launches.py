@@ -35,7 +35,7 @@ BODIES = (
     "refused",
 )
 LOW_LATENCY = {"dispatch_send", "dispatch_recv", "combine_send", "combine_recv"}
-NORMAL = {"mark_tokens", "report_ids", "open_rows", "dispatch_rows", "combine_rows"}
+NORMAL = {"mark_tokens", "open_rows", "dispatch_rows", "combine_rows"}
 SEND, RECEIVE, RETURN, SUM = ("dispatch_send",), ("dispatch_recv",), ("combine_send",), ("combine_recv",)
 
 

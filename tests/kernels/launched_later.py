@@ -23,7 +23,7 @@ from uccl_ep_serving.protocol.message import DTYPE_BF16
 
 PLAN = LowLatencyPlan(8, 128, 7168, 256, 8, 2)
 #: That take little to compile.
-NAMES = ("dispatch_recv", "report_ids")
+NAMES = ("dispatch_recv", "mark_tokens")
 
 
 def later() -> list[Launch]:
@@ -31,7 +31,7 @@ def later() -> list[Launch]:
     at = 0x7F0000000000
     low_latency, normal = TritonLowLatencyKernels(PLAN), TritonNormalKernels(PLAN.ranks)
     found = low_latency.dispatch_recv(at, at + 512, at + 1024, DTYPE_BF16, at, 0, at, at, at, at + 4, 0, True)
-    found += normal.report(at, at + 512, at, 256)
+    found += normal.mark(at + 8, 128, PLAN.topk, PLAN.experts, at + 4, at + 8, at + 512, at + 1024)
     return [one for one in found if one.kernel.__name__ in NAMES]
 
 

@@ -38,7 +38,7 @@ NODES: dict[str, Any] = {"window": "host", "transport": "shm", "node_ranks": 2, 
 LOW_LATENCY = {
     *("dispatch_send", "dispatch_recv", "combine_send", "combine_recv"),
 }
-NORMAL = {"mark_tokens", "report_ids", "open_rows", "dispatch_rows", "combine_rows"}
+NORMAL = {"mark_tokens", "open_rows", "dispatch_rows", "combine_rows"}
 
 
 @pytest.fixture(scope="module")

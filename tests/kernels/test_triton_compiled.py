@@ -34,7 +34,6 @@ EVERYTHING = {
     "combine_send": 1,
     "combine_recv": 2,
     "mark_tokens": 1,
-    "report_ids": 1,
     "open_rows": 2,
     "dispatch_rows": 4,
     "combine_rows": 2,

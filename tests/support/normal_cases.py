@@ -80,15 +80,20 @@ class Inputs:
         return oracle.normal_dispatch(self.topk_idx, self.topk_weights, self.case.experts)
 
 
-def dispatch(normal: Normal, inputs: Inputs, rank: int, **options: Any) -> Any:
-    """Layout and dispatch of one rank; ``options`` go to dispatch."""
-    per_rank, _, per_expert, in_rank, _ = normal.get_dispatch_layout(inputs.topk_idx[rank], inputs.case.experts)
+def dispatch(normal: Normal, inputs: Inputs, rank: int, *, counted: bool = True, **options: Any) -> Any:
+    """Layout and dispatch of one rank; ``options`` go to dispatch.
+
+    Args:
+        counted: the layout was counted of the ids that the dispatch is given, which need not be counted again.
+    """
+    ids = inputs.topk_idx[rank]
+    per_rank, _, per_expert, in_rank, _ = normal.get_dispatch_layout(ids, inputs.case.experts)
     return normal.dispatch(
         inputs.rows(rank),
         num_tokens_per_rank=per_rank,
         is_token_in_rank=in_rank,
         num_tokens_per_expert=per_expert,
-        topk_idx=inputs.topk_idx[rank],
+        topk_idx=ids if counted else ids.clone(),
         topk_weights=inputs.topk_weights[rank],
         **options,
     )

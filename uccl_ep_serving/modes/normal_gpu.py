@@ -146,7 +146,7 @@ class NormalGpu:
             present, wire = session.enter(form, 0)
 
             before: Steps = ()
-            counts, used = 0, args.tensors
+            route, used = None, args.tensors
             if known is None:
                 assert args.layout is not None
                 marked, self._marked = None if order.capturing else self._marked, None
@@ -159,9 +159,11 @@ class NormalGpu:
                     node_ranks=crossed,
                 )
                 known = route.new_handle(about)
-                before, counts = route.steps(self._kernels, present.addresses), route.per_expert.data_ptr()
+                before = route.steps
                 used += route.tensors
-            opening = self._opening(form, known, counts, present, tokens)
+            opening = self._opening(form, known, present, tokens)
+            if route is not None:
+                opening = route.opening(opening)
             outputs = Outputs(args, tokens * args.copies if reads_back else known.about.capacity, self._device)
             used += [known.route, known.number, known.is_token_in_rank]
             used += _copied(x, topk_idx, topk_weights, *layout)
@@ -200,15 +202,13 @@ class NormalGpu:
             session.end(form, tokens, known.about.remote_rows, started, reads_back)
             return outputs.x, outputs.topk_idx, outputs.topk_weights, per_local, known, event
 
-    def _opening(
-        self, form: RowFormat, handle: NormalGpuHandle, counts: int, present: Present, tokens: int
-    ) -> NormalOpening:
-        """What an operation of ``handle`` is opened with; ``counts``: address of the tokens of each expert, or 0."""
+    def _opening(self, form: RowFormat, handle: NormalGpuHandle, present: Present, tokens: int) -> NormalOpening:
+        """What an operation of ``handle`` is opened with."""
         return NormalOpening(
             handle.is_token_in_rank.data_ptr(),
             tokens,
             handle.route.data_ptr(),
-            counts,
+            0,
             handle.number.data_ptr(),
             present.reply.address,
             self._session.new_ticket(form),
@@ -249,7 +249,7 @@ class NormalGpu:
             out_weights = None
             if topk:
                 out_weights = torch.empty(tokens, topk, dtype=torch.float32, device=self._device)
-            opening = self._opening(form, handle, 0, present, tokens)
+            opening = self._opening(form, handle, present, tokens)
             tensors = NormalTensors(
                 rows.data_ptr(), 0, address_of(weights), 0, out.data_ptr(), 0, address_of(out_weights), 0
             )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..handles import About, NormalGpuHandle
-from ..kernels.blocks.normal_device import ROUTE_TABLES
+from ..kernels.blocks.normal_device import ROUTE_TABLES, NormalOpening
 from ..protocol.layout import MAX_EXPERTS
 from ..protocol.streams import NORMAL_CHANNELS
 from .normal_arguments import Layout
@@ -22,9 +22,6 @@ __all__ = ["Marks", "Route", "Steps", "all_of", "new_marks", "run_all"]
 
 #: What an operation launches, in the order of its stream.
 Steps = tuple[Callable[[], object], ...]
-
-#: Of an int64: larger than every position.
-_NO_POSITION = (1 << 63) - 1
 
 
 def all_of(launches: tuple[Launch, ...]) -> Steps:
@@ -54,10 +51,11 @@ class Marks:
     def __init__(self, topk_idx: torch.Tensor, experts: int, ranks: int) -> None:
         device = topk_idx.device
         self._ids, self._experts = topk_idx, experts
-        self.per_rank = torch.zeros(ranks, dtype=torch.int32, device=device)
-        self.per_expert = torch.zeros(experts, dtype=torch.int32, device=device)
+        # all that is counted, in one tensor: torch fills it in one launch
+        self._counts = torch.zeros(2 + ranks + experts, dtype=torch.int32, device=device)
+        # int64 of an id out of range, then those of ranks and of experts
+        self.per_rank, self.per_expert = self._counts[2 : 2 + ranks], self._counts[2 + ranks :]
         self.in_rank = torch.empty(topk_idx.shape[0], ranks, dtype=torch.bool, device=device)
-        self._bad = torch.full((1,), _NO_POSITION, dtype=torch.int64, device=device)
         self._version = _version(topk_idx)
 
     def are_of(self, topk_idx: torch.Tensor, experts: int) -> bool:
@@ -67,7 +65,7 @@ class Marks:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All that kernels use."""
-        return [self._ids, self.per_rank, self.per_expert, self.in_rank, self._bad]
+        return [self._ids, self._counts, self.in_rank]
 
     def node_counting(self, counts: torch.Tensor) -> Callable[[], None]:
         """What fills ``counts``, int32 [nodes], with the tokens that have an expert on each node."""
@@ -77,10 +75,6 @@ class Marks:
             torch.sum(in_node, dim=0, dtype=torch.int32, out=counts)
 
         return count
-
-    def reporting(self, kernels: TritonNormalKernels, context: int, state: int) -> tuple[Launch, ...]:
-        """What tells the host of an id out of range."""
-        return kernels.report(context, state, self._bad.data_ptr(), self._experts)
 
     def counting(self, kernels: TritonNormalKernels) -> tuple[Launch, ...]:
         """What counts."""
@@ -93,8 +87,15 @@ class Marks:
             self.per_rank.data_ptr(),
             self.per_expert.data_ptr(),
             self.in_rank.data_ptr(),
-            self._bad.data_ptr(),
+            self._counts.data_ptr(),
         )
+
+    def told_to(self, opening: NormalOpening, counted: bool) -> NormalOpening:
+        """``opening`` with these ids; ``counted``: what :meth:`counting` does is done."""
+        wrong = self._counts.data_ptr()
+        if counted:
+            return opening._replace(wrong=wrong)
+        return opening._replace(wrong=wrong, topk_idx=self._ids.data_ptr(), rank_counts=self.per_rank.data_ptr())
 
 
 class Route:
@@ -123,11 +124,16 @@ class Route:
         marks = [] if self._marks is None else self._marks.tensors
         return [self.in_rank, self.per_expert, *self._given, *marks]
 
-    def steps(self, kernels: TritonNormalKernels, addresses: tuple[int, int]) -> Steps:
-        """In the order of the stream."""
+    def opening(self, opening: NormalOpening) -> NormalOpening:
+        """``opening`` of a dispatch that takes this route."""
+        opening = opening._replace(expert_counts=self.per_expert.data_ptr())
+        return opening if self._marks is None else self._marks.told_to(opening, self._is_counted)
+
+    @property
+    def steps(self) -> Steps:
+        """What comes before the opening."""
         if self._marks is not None:
-            counting = () if self._is_counted else self._marks.counting(kernels)
-            return all_of(counting + self._marks.reporting(kernels, *addresses))
+            return ()
 
         def take() -> None:
             in_rank, per_expert = self._given

@@ -30,6 +30,13 @@ FAULTS: dict[str, Fault] = {
         Change("normal_dispatch._forward", "        settle_plan()\n        marks", "        marks"),
         "nodes",
     ),
+    "an operation is opened before all ids are counted": Fault(
+        Change(
+            "normal_open.open_rows",
+            "arrive_last(state + W.ENDED, 1, tl.num_programs(0))",
+            "tl.program_id(0) == 0",
+        )
+    ),
     "programs go on before the first one has opened": Fault(
         Change("normal_open.await_opened", "(opened != number + 1) & (opened != -(number + 1))", "opened == 1 << 40")
     ),
@@ -71,6 +78,7 @@ RULES: dict[str, str] = {
     "normal mode: a peer has read no more rows than there were": NEVER_SENT,
     "normal mode: the host is told that more rows came than num_worst_tokens promised": "a broken promise",
     "normal mode: an expert id out of range counts nowhere": "ids of no expert",
+    "normal mode: the host is told of an expert id out of range": "ids of no expert",
     "a token crosses once to a node": "nodes",
     "a node sums in float32 and rounds once": "nodes",
     "a sum of one row is that row": "nodes",

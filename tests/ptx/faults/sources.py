@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ptx.product.ranks import MARKED
 from tests.rules.family import execute
 from tests.rules.mutation import ROOT, Mutant, Rules, find, removed
 from uccl_ep_serving.kernels.triton.target import Target
@@ -58,6 +59,7 @@ def serving(sources: Mapping[Path, str], directory: Path, mode: str = "low_laten
     mutant = execute([f"{_PACKAGE}.{short}" for short in _FAMILIES[mode]], sources, directory)[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mutant, "present_target", lambda: Target(1, 32))
+        patch.setattr(mutant, "_MARKED", MARKED, raising=False)
         patch.setitem(sys.modules, name, mutant)
         yield
 

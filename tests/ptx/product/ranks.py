@@ -40,6 +40,8 @@ from uccl_ep_serving.proxy.transport.fake import Adversary
 
 #: Seconds of the machine's clock that a kernel waits for a peer.
 TIMEOUT = 20.0
+#: Tokens whose ids a program counts: groups have few, and several programs.
+MARKED = 4
 #: Normal mode has a place in every window; small, because the machine keeps a shadow of all memory.
 _OF_WINDOWS = ("window of", "host memory of")
 _SMALL = {"heap": 1 << 16, "rounds": 1 << 16, "chunk": 4096}
@@ -235,6 +237,7 @@ def _launching(group: ModelGroup) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (low_latency, normal):
             patch.setattr(module, "present_target", lambda: target)
+        patch.setattr(normal, "_MARKED", MARKED)
         patch.setattr(launch.Launch, "run", lambda self: group.launch(self))
         patch.setattr(launch.Launch, "compile", lambda self: group.compiled.ready(self))
         for method, instead in (("run", group.launch), ("compile", group.compiled.ready)):

@@ -161,11 +161,11 @@ def exchange(
 
 
 def round_trips(normal: Any, rank: int, case: normal_cases.Case) -> None:
-    """A dispatch and its combine, of a size that is read back; the same again with a promise; and from the handle of
-    that, with a bias for tokens without rows."""
+    """A dispatch and its combine, of a size that is read back and of ids that are counted by what opens it; the same
+    again with a promise, of a layout; and from the handle of that, with a bias for tokens without rows."""
     inputs, worst = case.inputs(), sum(case.tokens)
     for promised in (0, worst):
-        outcome = normal_cases.round_trip(normal, inputs, rank, num_worst_tokens=promised)
+        outcome = normal_cases.round_trip(normal, inputs, rank, counted=promised > 0, num_worst_tokens=promised)
         normal_cases.check_rank(inputs, rank, outcome, worst=promised)
     again, *_ = normal.dispatch(inputs.rows(rank), handle=outcome.handle)
     rows = again[0] if isinstance(again, tuple) else again
