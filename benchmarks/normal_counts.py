@@ -7,14 +7,15 @@ combines in BF16, of DeepSeek-V3, in a node and between nodes. Executed: one dis
 BF16, of ranks that map each other's windows, by Triton's kernels and by bulk copies; the combined tokens are checked.
 A group has so many tokens, whatever its ranks, by Triton's kernels also twice as many: what a token more takes.
 Programs run one after another and look again until all has come, so that instructions are those of work and of turns.
-``--before``: an earlier commit beside this one, compiled only. All of it takes an hour of a core; with ``--json`` a run
-that was interrupted goes on where it was (:mod:`benchmarks.parts`).
+``--before``: an earlier commit beside this one, by Triton's kernels, on this one's machine. All of it takes an hour of
+a core; with ``--json`` a run that was interrupted goes on where it was (:mod:`benchmarks.parts`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from uccl_ep_serving.bench.report import markdown_table
 if TYPE_CHECKING:
     from benchmarks.parts import Parts
 
-__all__ = ["compile_sums", "markdown", "measure", "process"]
+__all__ = ["compile_sums", "lay_over", "markdown", "measure", "process"]
 
 #: DeepSeek-V3 has 256 experts; the model machine's windows have room for 16 of a rank.
 HIDDEN, TOPK, LOCAL_EXPERTS = 7168, 8, 16
@@ -39,6 +40,16 @@ PROGRAMS = 4
 SECONDS = 7200.0
 NOW, BEFORE = "now", "before"
 COPIES = ("triton", "tma")
+#: Of an earlier commit's tree, replaced by this one's where it is executed: the machine, and what checks results. What
+#: takes the product's launches to the machine (tests/ptx/product) is each commit's own.
+MACHINE = (
+    *("tests/ptx/machine", "tests/ptx/memory", "tests/ptx/translation"),
+    *("tests/support/bits.py", "tests/support/normal_cases.py"),
+)
+#: What torch launches itself; its instructions are not counted.
+BY_TORCH = "fill_, copy_"
+FILLING = ("zeros", "zeros_like", "full", "zero_", "fill_", "copy_")
+COUNTED = ("launches", "longest", "executed")
 #: What moves bytes, in words.
 MOVED = {"load": "loaded", "store": "stored"}
 #: Of both designs.
@@ -119,7 +130,7 @@ def copies_here() -> list[dict[str, Any]]:
 
 def execute_here(ranks: int, tokens: int, copy: str, accesses: bool = False) -> dict[str, dict[str, float]]:
     """Of a group with ``tokens`` tokens, by kernel: launches of a rank, instructions of a warp of its longest program,
-    and of all warps of a rank.
+    and of all warps of a rank. Of the product and of tests/ptx/product it uses what earlier commits have as well.
 
     Args:
         accesses: instead how many bytes threads load and store sixteen at a time, as rows are moved, in units of the
@@ -127,17 +138,20 @@ def execute_here(ranks: int, tokens: int, copy: str, accesses: bool = False) -> 
     """
     import numpy as np
     import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     from tests.ptx.machine.block import Block, Warp
     from tests.ptx.machine.machine import Machine
     from tests.ptx.memory.sequential import Sequential
+    from tests.ptx.product import ranks as model
     from tests.ptx.product import trials
     from tests.ptx.product.compiled import Compiled
-    from tests.ptx.product.ranks import TIMEOUT
     from tests.ptx.translation.event import COUNT
     from tests.support import normal_cases
     from uccl_ep_serving.config import Settings
     from uccl_ep_serving.kernels.triton.kernel import PREFIX
+    from uccl_ep_serving.modes.normal_gpu import NormalGpu
+    from uccl_ep_serving.protocol.layout import PAGE
 
     def name_of(block: Block) -> str:
         return block.launch.kernel.program.name.removeprefix(PREFIX)
@@ -170,26 +184,39 @@ def execute_here(ranks: int, tokens: int, copy: str, accesses: bool = False) -> 
                 one["longest"] = max(one["longest"], int(warps.max()))
                 one["executed"] += int(warps.sum()) / ranks
 
+    class ByTorch(TorchDispatchMode):
+        """Counts what torch launches to fill tensors of a device, or to copy them."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if counting and not accesses and func._schema.name.removeprefix("aten::") in FILLING:
+                found.setdefault(BY_TORCH, {"launches": 0})["launches"] += 1 / ranks
+            return func(*args, **(kwargs or {}))
+
     # turns store the same words again, which the machine takes for waiting: its clock goes on as it is
     machine = Counted(
         1, Sequential(), resident=PROGRAMS, burst=0.9, parting=0.0, patience=1 << 60, host_limit_s=SECONDS
     )
-    # rings hold all rows of a peer, and each channel of it a token more
-    landing = ranks * (each + PROGRAMS) * (2 * HIDDEN + 256)
-    sizes = {"heap": 1 << 16, "rounds": 4 * landing, "chunk": 1 << 20}
-    settings = Settings(timeout=TIMEOUT, window="host", programs=PROGRAMS, copy=copy)
-    with trials.group_of(machine, Compiled(weak=accesses), ranks, "mapped", settings, sizes=sizes) as group:
+    # rings hold all rows of a peer, and each channel of it a token more; so does the heap, where earlier kernels store
+    landing = -(-ranks * (each + PROGRAMS) * (2 * HIDDEN + 256) // PAGE) * PAGE
+    # earlier groups are not told them, nor how to copy
+    model._SMALL.update(heap=landing, rounds=4 * landing, chunk=1 << 20)
+    chosen = {"copy": copy} if hasattr(Settings, "copy") else {}
+    settings = Settings(timeout=model.TIMEOUT, window="host", programs=PROGRAMS, **chosen)
+    kept = []  # what they tell the host with is mapped memory
+    with trials.group_of(machine, Compiled(weak=accesses), ranks, "mapped", settings) as group:
 
         def body(runtime: Any) -> normal_cases.Outcome:
             nonlocal counting
             given = case.inputs()  # of the device
-            normal: Any = group.normal_mode(runtime)
+            normal: Any = NormalGpu(runtime, group.gpu(runtime))
+            kept.append(normal)
             for turn in range(2):
                 # the first compiles
                 group.synchronise()
                 runtime.group.barrier.wait(SECONDS)
                 counting = turn == 1
-                outcome = normal_cases.round_trip(normal, given, runtime.rank, num_worst_tokens=ranks * each)
+                with ByTorch():
+                    outcome = normal_cases.round_trip(normal, given, runtime.rank, num_worst_tokens=ranks * each)
             return outcome
 
         # compared out here, where a tensor is no memory of the device
@@ -198,8 +225,8 @@ def execute_here(ranks: int, tokens: int, copy: str, accesses: bool = False) -> 
 
 
 def measure(groups: Sequence[int], tokens: int, before: str = "", parts: Parts | None = None) -> dict[str, Any]:
-    """What is compiled by commit; what is executed by ranks and way of copying. What is among ``parts`` is taken from
-    there."""
+    """What is compiled by commit; what is executed by ranks and way of copying, of the earlier commit under keys that
+    end in ``_before``. What is among ``parts`` is taken from there."""
     # not there in commits to compare with, which count by this file
     from benchmarks.host_time import check_out
 
@@ -220,13 +247,35 @@ def measure(groups: Sequence[int], tokens: int, before: str = "", parts: Parts |
             result["all_lines"][way] = _lines((place / "kernels" / "triton").glob("*.py"))
             result["compiled"][way] = part(place, "compile")
             result["compile"][way] = compile_sums(result["compiled"][way])
-    result["compiled"][NOW] = [*result["compiled"][NOW], *part(ROOT, "copies")]
-    result["moved"] = part(ROOT, "execute", groups[0], 8 * groups[0], "triton", 1)
-    result["executed"] = {
-        f"{ranks} {copy}": part(ROOT, "execute", ranks, tokens, copy) for ranks in groups for copy in COPIES
-    }
-    result["doubled"] = {f"{ranks} triton": part(ROOT, "execute", ranks, 2 * tokens, "triton") for ranks in groups}
+        result["compiled"][NOW] = [*result["compiled"][NOW], *part(ROOT, "copies")]
+        for way, place in places.items():
+            if way == BEFORE:
+                lay_over(place)
+            kinds = COPIES if way == NOW else ("triton",)
+            result |= {
+                _of("moved", way): part(place, "execute", groups[0], 8 * groups[0], "triton", 1),
+                _of("executed", way): {
+                    f"{ranks} {copy}": part(place, "execute", ranks, tokens, copy) for ranks in groups for copy in kinds
+                },
+                _of("doubled", way): {
+                    f"{ranks} triton": part(place, "execute", ranks, 2 * tokens, "triton") for ranks in groups
+                },
+            }
     return result
+
+
+def _of(key: str, way: str) -> str:
+    """The key in a result for what was executed of a commit."""
+    return key if way == NOW else f"{key}_{way}"
+
+
+def lay_over(place: Path) -> None:
+    """This commit's machine over that of the tree at ``place``."""
+    for name in MACHINE:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, place / name, dirs_exist_ok=True)
+        else:
+            shutil.copy(ROOT / name, place / name)
 
 
 def _lines(sources: Iterable[Path]) -> int:
@@ -269,34 +318,47 @@ def markdown(found: Mapping[str, Any]) -> str:
         count, seconds, slowest = compile_sums(triton).values()
         written = [f"{sum(one[key] for one in triton):,}" for key in ("text", "bytes")]
         sums.append([way, str(count), f"{seconds:.0f}", *written, f"{slowest:.1f}", f"{found['lines'][way]:,}"])
+    # nothing before in some records
+    ways = [way for way in (NOW, BEFORE) if _of("executed", way) in found]
     executed = []
-    for key, parts in found["executed"].items():
-        doubled = found.get("doubled", {}).get(key, {})
+    for key, way in ((key, way) for key in found["executed"] for way in ways):
+        of_way = (found.get(_of(what, way), {}).get(key, {}) for what in ("executed", "doubled"))
+        parts, doubled = (_with_all(one, "launches", "executed") for one in of_way)
         for name, one in parts.items():
-            more = f"{_of_a_token(found, key, one, doubled[name]):,.0f}" if name in doubled else "-"
-            executed.append([f"EP{key.replace(' ', ', ')}", f"`{name}`", *(f"{one[what]:,.0f}" for what in one), more])
+            twice = doubled.get(name, {})
+            more = f"{_of_a_token(found, key, one, twice):,.0f}" if "executed" in twice else "-"
+            counts = (f"{one[what]:,.0f}" if what in one else "-" for what in COUNTED)
+            executed.append([f"EP{key.replace(' ', ', ')}", way, name, *counts, more])
     of_sums = ("commit", "Triton's kernels", *list(COMPILED.values())[:3], "the slowest", "lines of Python")
     about = (
         f"Compiled for sm_90, 8 ranks, between nodes of 4, on one core. Before is {found['before'] or 'not measured'}. "
         f"Executed: {found['tokens']} tokens of {HIDDEN} BF16 values in all, {LOCAL_EXPERTS} experts of a rank, "
-        f"top-{TOPK}, over mapped windows, {PROGRAMS} programs; instructions of PTX of warps, 8 of a program. "
-        "A token more: what all warps of a rank execute for each token that it has above these, by a count with twice "
-        "as many."
+        f"top-{TOPK}, over mapped windows, {PROGRAMS} programs; instructions of PTX of warps, 8 of a program that "
+        "moves rows. A token more: what all warps of a rank execute for each token that it has above these, by a count "
+        f"with twice as many. `{BY_TORCH}`: what torch fills and copies on a device, whose launches only are counted."
     )
     tables = [
         markdown_table(of_sums, sums),
         markdown_table(("commit", "kernel", "where", *COMPILED.values()), kernels),
         markdown_table(
-            ("ranks, copies", "kernel", "launches", "longest program", "all programs", "a token more"), executed
+            ("ranks, copies", "commit", "kernel", "launches", "longest program", "all programs", "a token more"),
+            executed,
         ),
     ]
-    # not counted in the record of an earlier commit
-    if moved := found.get("moved"):
-        rows = [[f"`{name}`", *(f"{one[what]:.2f}" for what in MOVED.values())] for name, one in moved.items()]
-        tables.append(
-            markdown_table(("kernel", *(f"{what}, times the bytes of rows" for what in MOVED.values())), rows)
-        )
+    if "moved" in found:
+        rows = []
+        for way in ways:
+            for name, one in _with_all(found.get(_of("moved", way), {}), *MOVED.values()).items():
+                rows.append([way, name, *(f"{one[what]:.2f}" for what in MOVED.values())])
+        of_moved = ("commit", "kernel", *(f"{what}, times the bytes of rows" for what in MOVED.values()))
+        tables.append(markdown_table(of_moved, rows))
     return "\n\n".join((*tables, about))
+
+
+def _with_all(parts: Mapping[str, Mapping[str, float]], *summed: str) -> dict[str, Mapping[str, float]]:
+    """Kernels by their names in a table, and where there are any, what is ``summed`` of all of them."""
+    whole = {what: sum(one.get(what, 0) for one in parts.values()) for what in summed}
+    return {**{f"`{name}`": one for name, one in parts.items()}, **({"all": whole} if parts else {})}
 
 
 def _of_a_token(found: Mapping[str, Any], key: str, one: Mapping[str, float], doubled: Mapping[str, float]) -> float:
