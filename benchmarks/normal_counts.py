@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from tests.support.source_tree import ROOT
 from uccl_ep_serving.bench.machine import describe
@@ -149,6 +150,7 @@ def execute_here(ranks: int, tokens: int, copy: str, accesses: bool = False) -> 
     from tests.ptx.translation.event import COUNT
     from tests.support import normal_cases
     from uccl_ep_serving.config import Settings
+    from uccl_ep_serving.kernels.triton import normal
     from uccl_ep_serving.kernels.triton.kernel import PREFIX
     from uccl_ep_serving.modes.normal_gpu import NormalGpu
     from uccl_ep_serving.protocol.layout import PAGE
@@ -199,24 +201,26 @@ def execute_here(ranks: int, tokens: int, copy: str, accesses: bool = False) -> 
     # rings hold all rows of a peer, and each channel of it a token more; so does the heap, where earlier kernels store
     landing = -(-ranks * (each + PROGRAMS) * (2 * HIDDEN + 256) // PAGE) * PAGE
     # earlier groups are not told them, nor how to copy
-    model._SMALL.update(heap=landing, rounds=4 * landing, chunk=1 << 20)
+    sizes = mock.patch.dict(model._SMALL, heap=landing, rounds=4 * landing, chunk=1 << 20)
+    # as the product does, where tests count the ids of few tokens by several programs
+    marked = mock.patch.object(model, "MARKED", normal._MARKED, create=True)
     chosen = {"copy": copy} if hasattr(Settings, "copy") else {}
     settings = Settings(timeout=model.TIMEOUT, window="host", programs=PROGRAMS, **chosen)
     kept = []  # what they tell the host with is mapped memory
-    with trials.group_of(machine, Compiled(weak=accesses), ranks, "mapped", settings) as group:
+    with sizes, marked, trials.group_of(machine, Compiled(weak=accesses), ranks, "mapped", settings) as group:
 
         def body(runtime: Any) -> normal_cases.Outcome:
             nonlocal counting
             given = case.inputs()  # of the device
-            normal: Any = NormalGpu(runtime, group.gpu(runtime))
-            kept.append(normal)
+            mode: Any = NormalGpu(runtime, group.gpu(runtime))
+            kept.append(mode)
             for turn in range(2):
                 # the first compiles
                 group.synchronise()
                 runtime.group.barrier.wait(SECONDS)
                 counting = turn == 1
                 with ByTorch():
-                    outcome = normal_cases.round_trip(normal, given, runtime.rank, num_worst_tokens=ranks * each)
+                    outcome = normal_cases.round_trip(mode, given, runtime.rank, num_worst_tokens=ranks * each)
             return outcome
 
         # compared out here, where a tensor is no memory of the device
@@ -308,7 +312,7 @@ def process(place: Path, *body: object) -> Any:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """A row per commit and kernel, the sums of both commits, and a row per kernel that was executed."""
+    """A row per commit and kernel, the sums of both commits; of what was executed likewise, with a row for all."""
     kernels, sums = [], []
     for way, compiled in found["compiled"].items():
         for one in compiled:
@@ -333,9 +337,9 @@ def markdown(found: Mapping[str, Any]) -> str:
     about = (
         f"Compiled for sm_90, 8 ranks, between nodes of 4, on one core. Before is {found['before'] or 'not measured'}. "
         f"Executed: {found['tokens']} tokens of {HIDDEN} BF16 values in all, {LOCAL_EXPERTS} experts of a rank, "
-        f"top-{TOPK}, over mapped windows, {PROGRAMS} programs; instructions of PTX of warps, 8 of a program that "
-        "moves rows. A token more: what all warps of a rank execute for each token that it has above these, by a count "
-        f"with twice as many. `{BY_TORCH}`: what torch fills and copies on a device, whose launches only are counted."
+        f"top-{TOPK}, over mapped windows, {PROGRAMS} programs; instructions of PTX of warps, 8 of a program and 4 of "
+        "`mark_tokens`. A token more: what all warps of a rank execute for each token that it has above these, by a "
+        f"count with twice as many. `{BY_TORCH}`: what torch fills and copies, whose launches only are counted."
     )
     tables = [
         markdown_table(of_sums, sums),

@@ -34,8 +34,8 @@ CHUNK_BYTES = next(_word)  # most bytes of a message of rows [host]
 LEAST_CHUNK = next(_word)  # a message below so many bytes costs more than it gains [host]
 PIPE_WORDS = next(_word)  # offset of what mapped peers tell of their pipes (``protocol.pipe``) [host]
 # how the running operation was opened: 1 + NUMBER when its rows may move, the negative when they may not
-OPENED = next(_word)  # [program 0]
-ENDED = next(_word)  # programs of the running kernel that have ended; 0 between kernels [all]
+OPENED = next(_word)  # [the program that opens]
+ENDED = next(_word)  # programs of the running kernel that have ended, or counted ids; 0 between kernels [all]
 TICKETS = next(_word)  # programs of the running kernel that have a number; 0 between kernels [all, where they take one]
 
 # kernels of both modes share what waits and publishes
@@ -50,7 +50,7 @@ TABLES = (
     "MESSAGES_SENT_COMBINE",
     "MESSAGES_TAKEN",  # messages that came
     "MESSAGES_TAKEN_COMBINE",
-    # of the running operation: set by program 0 when it opens
+    # of the running operation: set by the program that opens it
     "SEND_ROWS",  # rows for the pipe; EVERYTHING where only their marks say how many
     "RECV_ROWS",  # rows of the pipe likewise
     "FIRST",  # by source rank: where its rows begin among the received ones; behind these by node: in the marks
@@ -93,7 +93,7 @@ INFO_WORDS = next(_word)  # how many these are
 #: local expert.
 PEER_INFO_WORDS = 4
 
-# What a handle keeps, int64[ROUTE_TABLES, ranks, NORMAL_CHANNELS] [program 0 of a first dispatch]
+# What a handle keeps, int64[ROUTE_TABLES, ranks, NORMAL_CHANNELS] [what opens a first dispatch]
 _word = count()
 ROUTE_SEND = next(_word)  # rows for the rank
 ROUTE_RECV = next(_word)  # rows of the rank

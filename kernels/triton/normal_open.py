@@ -1,8 +1,8 @@
 """Opening a normal-mode operation: every rank tells every rank what it is about to do and how many rows it has.
 
 Nothing else moves before the notifies of all peers have arrived; ranks that were given different shapes all see so and
-part without damage. Program 0 does it, decides where the rows of every rank go, and tells the host and the programs of
-the other channels.
+part without damage. One program does it, decides where the rows of every rank go, and tells the host and the programs
+of the other channels: program 0 of those that move rows, or the last of a launch that only opens.
 """
 
 from __future__ import annotations

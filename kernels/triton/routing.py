@@ -43,7 +43,7 @@ def mark_block(
     wrong: tl.tensor,
     shape: tl.constexpr,
 ) -> None:
-    """This program's part of :func:`mark_tokens`, with all that takes; ``shape`` has the fields of a
+    """This program's part of :func:`mark_tokens`, with all its arguments; ``shape`` has the fields of a
     :class:`MarkShape`."""
     token = tl.program_id(0).to(tl.int64) * shape.BLOCK + tl.arange(0, shape.BLOCK).to(tl.int64)
     inside = token < tokens

@@ -23,7 +23,7 @@ Seen = tuple[bool, str, str, tuple[int, ...], dict[str, Any], int, bool]
 STEPS = (17, 16, 1, 0)
 MOST = max(STEPS)
 #: Their BLOCK follows the number of tokens in the interpreter only; on a GPU it is one number.
-_SIZED_FOR_THE_INTERPRETER = {"mark_tokens"}
+_SIZED_FOR_THE_INTERPRETER = {"mark_tokens", "open_rows"}
 
 
 @contextmanager

@@ -170,9 +170,12 @@ def test_a_silent_peer_is_named(interpreted: Ranks) -> None:
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("counted", [True, False], ids=["of the layout", "counted again"])
 @pytest.mark.parametrize("worst", [0, 16])
-def test_expert_ids_that_do_not_exist_are_named_and_everybody_goes_on(interpreted: Ranks, worst: int) -> None:
-    texts = interpreted.run(2, bodies.bad_ids, PATHS["mapped"], worst, timeout=300)
+def test_expert_ids_that_do_not_exist_are_named_and_everybody_goes_on(
+    interpreted: Ranks, worst: int, counted: bool
+) -> None:
+    texts = interpreted.run(2, bodies.bad_ids, PATHS["mapped"], worst, counted, timeout=300)
     assert "an expert id outside -1 .. 3, at position 3 of topk_idx" in texts[0]
     assert texts[1] == ""
 

@@ -424,8 +424,12 @@ def silent_peer(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[str
     return found
 
 
-def bad_ids(exchange: StoreExchange, overrides: dict[str, Any], worst: int) -> str:
-    """Rank 0 has expert ids that do not exist, which count as -1. What was raised; everybody goes on."""
+def bad_ids(exchange: StoreExchange, overrides: dict[str, Any], worst: int, counted: bool) -> str:
+    """Rank 0 has expert ids that do not exist, which count as -1. What was raised; everybody goes on.
+
+    Args:
+        counted: by the layout.
+    """
     buffer, rank = opened(exchange, overrides), exchange.rank
     case = Case(tokens=(4, 3), experts=4, topk=2, lost=0.0)
     inputs = case.inputs()
@@ -436,7 +440,7 @@ def bad_ids(exchange: StoreExchange, overrides: dict[str, Any], worst: int) -> s
     text, received = "", None
     try:
         mine = replace(inputs, topk_idx=[given] * len(case.tokens))
-        received = normal_cases.dispatch(buffer, mine, rank, num_worst_tokens=worst)[0]
+        received = normal_cases.dispatch(buffer, mine, rank, counted=counted, num_worst_tokens=worst)[0]
     except ConfigError as error:
         text = str(error)
     if received is not None:

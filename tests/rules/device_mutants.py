@@ -73,11 +73,11 @@ DEVICE_MUTANTS = Rules(
         ),
         "normal mode: the host is told of an expert id out of range": Mutant(
             NEVER,
-            _NORMAL + "test_expert_ids_that_do_not_exist_are_named_and_everybody_goes_on[0]",
+            _NORMAL + "test_expert_ids_that_do_not_exist_are_named_and_everybody_goes_on[0-of the layout]",
         ),
         "normal mode: an expert id out of range counts nowhere": Mutant(
             ALWAYS.of(1),
-            _NORMAL + "test_expert_ids_that_do_not_exist_are_named_and_everybody_goes_on[0]",
+            _NORMAL + "test_expert_ids_that_do_not_exist_are_named_and_everybody_goes_on[0-of the layout]",
         ),
     },
 )

@@ -163,7 +163,7 @@ class NormalGpu:
                 used += route.tensors
             opening = self._opening(form, known, present, tokens)
             if route is not None:
-                opening = route.opening(opening)
+                opening = route.add_to(opening)
             outputs = Outputs(args, tokens * args.copies if reads_back else known.about.capacity, self._device)
             used += [known.route, known.number, known.is_token_in_rank]
             used += _copied(x, topk_idx, topk_weights, *layout)

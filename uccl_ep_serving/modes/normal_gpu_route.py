@@ -53,7 +53,7 @@ class Marks:
         self._ids, self._experts = topk_idx, experts
         # all that is counted, in one tensor: torch fills it in one launch
         self._counts = torch.zeros(2 + ranks + experts, dtype=torch.int32, device=device)
-        # int64 of an id out of range, then those of ranks and of experts
+        # first an int64, ``wrong`` of mark_tokens; then what ranks and experts have
         self.per_rank, self.per_expert = self._counts[2 : 2 + ranks], self._counts[2 + ranks :]
         self.in_rank = torch.empty(topk_idx.shape[0], ranks, dtype=torch.bool, device=device)
         self._version = _version(topk_idx)
@@ -90,7 +90,7 @@ class Marks:
             self._counts.data_ptr(),
         )
 
-    def told_to(self, opening: NormalOpening, counted: bool) -> NormalOpening:
+    def add_to(self, opening: NormalOpening, counted: bool) -> NormalOpening:
         """``opening`` with these ids; ``counted``: what :meth:`counting` does is done."""
         wrong = self._counts.data_ptr()
         if counted:
@@ -124,10 +124,10 @@ class Route:
         marks = [] if self._marks is None else self._marks.tensors
         return [self.in_rank, self.per_expert, *self._given, *marks]
 
-    def opening(self, opening: NormalOpening) -> NormalOpening:
-        """``opening`` of a dispatch that takes this route."""
+    def add_to(self, opening: NormalOpening) -> NormalOpening:
+        """``opening`` with this route."""
         opening = opening._replace(expert_counts=self.per_expert.data_ptr())
-        return opening if self._marks is None else self._marks.told_to(opening, self._is_counted)
+        return opening if self._marks is None else self._marks.add_to(opening, self._is_counted)
 
     @property
     def steps(self) -> Steps:

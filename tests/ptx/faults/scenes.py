@@ -122,10 +122,18 @@ class Scene:
 
 
 def hold(
-    machine: Machine, group: ModelGroup, wanted: Callable[[int], bool], back: Callable[[], bool] | None = None
+    machine: Machine,
+    group: ModelGroup,
+    wanted: Callable[[int], bool],
+    back: Callable[[], bool] | None = None,
+    patience: int = _PATIENCE,
 ) -> None:
-    """Writes whose bytes are ``wanted`` are held back while ``back`` says so, by default until all have waited."""
-    machine.patience = _PATIENCE
+    """Writes whose bytes are ``wanted`` are held back while ``back`` says so, by default until all have waited.
+
+    Args:
+        patience: of the machine.
+    """
+    machine.patience = patience
     back = back or (lambda: machine.waited < _HELD or machine.memory.behind)
     group.stepped = lambda: group.fabric.hold(wanted, back())
 

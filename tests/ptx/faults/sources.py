@@ -34,6 +34,7 @@ _FAMILIES = {
     ),
     "normal": (
         *_SHARED,
+        "routing",
         "normal_pipes",
         "normal_progress",
         "normal_notify",
@@ -42,7 +43,6 @@ _FAMILIES = {
         "normal_rows",
         "normal_dispatch",
         "normal_combine",
-        "routing",
         "normal",
     ),
 }
