@@ -262,10 +262,10 @@ def handles(exchange: StoreExchange, overrides: dict[str, Any]) -> None:
 
 def layouts(exchange: StoreExchange, overrides: dict[str, Any]) -> dict[str, int]:
     """How often each of some dispatches counts its layout; all of them get what their ids say."""
+    buffer, rank = opened(exchange, overrides), exchange.rank
     # after the choice of the interpreter
     from uccl_ep_serving.kernels.triton.launch import Launch
 
-    buffer, rank = opened(exchange, overrides), exchange.rank
     inputs, others = (Case(tokens=(5, 3), experts=4, topk=2, seed=seed).inputs() for seed in range(2))
     ids, counted = inputs.topk_idx[rank].clone(), dict[str, int]()
 
