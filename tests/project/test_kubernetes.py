@@ -29,12 +29,16 @@ def pods(name: str) -> list[dict[str, Any]]:
     return [one["spec"]["template"]["spec"] for one in resources(name) if "template" in one["spec"]]
 
 
+WITH_PODS = [name for name in FILES if pods(name)]
+
+
 def containers(name: str) -> list[dict[str, Any]]:
     return [one for pod in pods(name) for one in (*pod.get("initContainers", ()), *pod["containers"])]
 
 
-def test_there_are_three() -> None:
-    assert FILES == ["check.yaml", "efa.yaml", "roce.yaml"]
+def test_there_are_four() -> None:
+    assert FILES == ["check.yaml", "efa.yaml", "network-policy.yaml", "roce.yaml"]
+    assert [name for name in FILES if name != "network-policy.yaml"] == WITH_PODS
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -51,7 +55,7 @@ def test_a_field_that_does_not_exist_is_noticed() -> None:
         kubernetes_validate.validate(service, VERSIONS[0], strict=True)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", WITH_PODS)
 def test_pods_are_unprivileged(name: str) -> None:
     (pod,) = pods(name)
     assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
@@ -74,7 +78,7 @@ def test_pods_are_unprivileged(name: str) -> None:
     assert pod["securityContext"].get("runAsNonRoot", False) == (not root)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", WITH_PODS)
 def test_pods_have_their_devices_and_memory(name: str) -> None:
     (pod,) = pods(name)
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -94,7 +98,7 @@ def test_pods_have_their_devices_and_memory(name: str) -> None:
         assert set(mounts.values()) <= set(volumes)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", WITH_PODS)
 def test_what_the_image_has_compiled_is_what_pods_find(name: str) -> None:
     """In a directory that nobody else can write, under the path where it was compiled, the same for all containers."""
     image = (FOLDER / "Dockerfile").read_text()
@@ -115,7 +119,7 @@ def test_what_the_image_has_compiled_is_what_pods_find(name: str) -> None:
         assert not {one["name"] for one in container.get("env", ())} & places.keys()
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", WITH_PODS)
 def test_every_pod_runs_the_check_that_we_have(name: str) -> None:
     checks = [one["command"] for one in containers(name) if one["command"][0] == "uccl-ep"]
     assert len(checks) == 1
@@ -153,12 +157,12 @@ def test_the_image_compiles_for_the_job_of_the_pods() -> None:
     (user,) = re.findall(r"useradd --uid (\d+)", text)
     assert text.index(f"USER {user}\n") < text.index("uccl-ep warm")
     assert user != "1000", "Ubuntu 24.04 has a user of this number, and useradd refuses"
-    assert all(pod["securityContext"]["runAsUser"] in (0, int(user)) for name in FILES for pod in pods(name))
+    assert all(pod["securityContext"]["runAsUser"] in (0, int(user)) for name in WITH_PODS for pod in pods(name))
 
 
 def workloads() -> list[list[dict[str, Any]]]:
     """What makes the pods of each file."""
-    return [[one for one in resources(name) if "template" in one["spec"]] for name in FILES]
+    return [[one for one in resources(name) if "template" in one["spec"]] for name in WITH_PODS]
 
 
 @pytest.mark.parametrize("name", ["efa.yaml", "roce.yaml"])
@@ -176,6 +180,19 @@ def test_the_check_listens_where_serving_does() -> None:
         name: {
             one["value"] for container in containers(name) for one in container.get("env", ()) if "RANGE" in one["name"]
         }
-        for name in FILES
+        for name in WITH_PODS
     }
-    assert ports == {name: {"20100-20200"} for name in FILES}
+    assert ports == {name: {"20100-20200"} for name in WITH_PODS}
+
+
+@pytest.mark.parametrize("name", ["efa.yaml", "roce.yaml"])
+def test_a_policy_lets_in_the_pods_of_the_job_and_requests(name: str) -> None:
+    (service,) = [one["spec"] for one in resources(name) if one["kind"] == "Service" and "ports" in one["spec"]]
+    (pods_of,) = [one["spec"] for one in resources(name) if one["kind"] == "StatefulSet"]
+    selector = {"matchLabels": pods_of["selector"]["matchLabels"]}
+    (policy,) = [one["spec"] for one in resources("network-policy.yaml") if one["spec"]["podSelector"] == selector]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert policy["ingress"] == [
+        {"from": [{"podSelector": selector}]},
+        {"ports": [{"port": one["port"]} for one in service["ports"]]},
+    ]
