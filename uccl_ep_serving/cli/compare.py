@@ -204,7 +204,7 @@ def compare(
     """Say whether one backend is faster than others for given traffic, by how much, and how sure that is.
 
     All get the same tokens and routing, and the same span is timed: what a layer waits for, on the slowest rank. Data
-    is verified before and after. A direction is claimed only where a 95 % interval and every start agree. Other
+    is verified before and after. A direction is claimed only where the 95 % interval excludes equality. Other
     settings are the UCCL_EP_* variables, as everywhere.
     """
     try:

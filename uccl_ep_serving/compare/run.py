@@ -1,7 +1,7 @@
 """What one rank does in one start of a comparison: open every backend, verify it, prove its path, then time it.
 
-A round takes one sample of every backend, in an order that rotates and turns round, so that nobody always follows the
-same one. A sample is the mean of the card's ``repeat`` layers without a pause, phase by phase, on each rank; what
+A round takes one sample of every backend, in the order of a Williams design, so that nobody always follows the same
+one. A sample is the mean of the card's ``repeat`` layers without a pause, phase by phase, on each rank; what
 counts is the slowest rank, of a phase and of the whole layer. A backend whose data is not the oracle's gets no figures.
 """
 

@@ -1,6 +1,6 @@
 """One start of a comparison of servers: each is started, asked for greedy answers, warmed up, loaded, and stopped.
 
-Servers run one after another, since they need the same GPUs. Their order rotates from start to start and turns round,
+Servers run one after another, since they need the same GPUs, in the order of a Williams design, another one each start,
 so that nobody is always first on a fresh machine. Rounds of one number get the same requests everywhere and are pairs.
 """
 
