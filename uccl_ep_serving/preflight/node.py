@@ -23,18 +23,21 @@ from .outcome import Line, Outcome
 
 __all__ = ["run_node"]
 
-#: Before the time of a check: starting an interpreter with torch; and after it: ending what hangs.
+#: At least, before the time of a check: starting an interpreter with torch; and after it: ending what hangs.
 _START_SECONDS, _GRACE_SECONDS = 60.0, 10.0
 #: Of what a process has said on its way to an end of its own.
 _LAST_WORDS = 400
+#: What a pipe holds.
+_READ_BYTES = 1 << 16
 
 
 def run_node(jobs: Sequence[Job], say: Callable[[str], None]) -> Outcome:
     """What the ranks of ``jobs``, those of this node, have found together. A rank that ends or hangs is a finding,
     beside what was found before."""
-    part, deadline, abandoned = "", time.monotonic() + _START_SECONDS, math.inf
+    part, deadline, abandoned = "", time.monotonic() + max(_START_SECONDS, jobs[0].seconds), math.inf
     outcomes: dict[int, Outcome] = {}
-    so_far: list[Outcome] = []
+    so_far = Outcome([])
+    begun = [bytearray() for _ in jobs]
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         words = [stack.enter_context(tempfile.TemporaryFile()) for _ in jobs]
@@ -45,18 +48,20 @@ def run_node(jobs: Sequence[Job], say: Callable[[str], None]) -> Outcome:
         try:
             while selector.get_map() and (left := min(deadline, abandoned) - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
-                    text = key.fileobj.readline()  # type: ignore[union-attr]
-                    line = msgspec.json.decode(text, type=Line) if text else Line()
-                    if line.end:
-                        outcomes[key.data] = line.end
-                    if not text:
+                    lines = _lines(key.fd, begun[key.data])
+                    for line in lines or ():
+                        if line.end:
+                            outcomes[key.data] = line.end
+                        elif key.data == 0:
+                            if not part:
+                                deadline = time.monotonic() + jobs[0].seconds + skew(jobs[0])
+                            part = line.begins
+                            _add(so_far, line.more)
+                            say(part)
+                    if lines is None:
                         selector.unregister(key.fileobj)
-                    elif line.begins and key.data == 0:
-                        if not part:
-                            deadline = time.monotonic() + jobs[0].seconds + skew(jobs[0])
-                        part, so_far = line.begins, [line.so_far] if line.so_far else []
-                        say(part)
-                    if (not text and key.data not in outcomes) or (line.end and not line.end.known):
+                    end = outcomes.get(key.data)
+                    if (lines is None and end is None) or (end and not end.known):
                         # the others wait for a rank that has ended by itself, or has not come so far
                         abandoned = min(abandoned, time.monotonic() + _GRACE_SECONDS)
         finally:
@@ -66,7 +71,28 @@ def run_node(jobs: Sequence[Job], say: Callable[[str], None]) -> Outcome:
             for local, job in enumerate(jobs)
             if local not in outcomes
         ]
-    return _together([*(outcomes.values() or so_far), *lost])
+    return _together([*(outcomes.values() or [so_far]), *lost])
+
+
+def _lines(pipe: int, begun: bytearray) -> list[Line] | None:
+    """What a rank has told since; None at its end. ``begun``: of a line, the last of which may be megabytes long, what
+    has come of it."""
+    come = os.read(pipe, _READ_BYTES)
+    if not come:
+        return None
+    begun += come
+    if b"\n" not in come:
+        return []
+    *whole, rest = begun.split(b"\n")
+    begun[:] = rest
+    return [msgspec.json.decode(text, type=Line) for text in whole]
+
+
+def _add(so_far: Outcome, more: Outcome | None) -> None:
+    """Add to ``so_far`` what was told later."""
+    if more is not None:
+        so_far.findings += more.findings
+        so_far.known, so_far.routes = more.known or so_far.known, more.routes or so_far.routes
 
 
 def _start(job: Job, words: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -119,5 +145,5 @@ def _together(outcomes: Sequence[Outcome]) -> Outcome:
     best = max(outcomes, key=lambda one: (len(one.routes), len(one.known), len(one.findings)))
     known = {(one.part, one.where, one.said) for one in best.findings}
     more = [one for outcome in outcomes for one in outcome.findings if (one.part, one.where, one.said) not in known]
-    best.findings += dict.fromkeys(more)
+    best.findings = list(dict.fromkeys([*best.findings, *more]))
     return best

@@ -7,7 +7,7 @@ import msgspec
 from .facts import Facts
 from .job import Finding
 
-__all__ = ["Line", "Outcome"]
+__all__ = ["Line", "News", "Outcome"]
 
 
 class Outcome(msgspec.Struct):
@@ -34,10 +34,33 @@ class Line(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         begins: the part that begins now.
-        so_far: what has been found before it.
+        more: what has been found before it, and not been told yet.
         end: what has been found at all; the rank ends.
     """
 
     begins: str = ""
-    so_far: Outcome | None = None
+    more: Outcome | None = None
     end: Outcome | None = None
+
+
+class News:
+    """What an outcome has more than when it was last told: a part begins for each pair of ranks, and each line would
+    hold what all pairs have found."""
+
+    def __init__(self) -> None:
+        self._told = Outcome([])
+        self._count = 0
+
+    def of(self, outcome: Outcome) -> Outcome:
+        """What is new in ``outcome``."""
+        told = self._told
+        if outcome.findings is not told.findings:
+            # another list, which may hold what was told as well
+            self._count = 0
+        new = Outcome(
+            outcome.findings[self._count :],
+            [] if outcome.known is told.known else outcome.known,
+            [] if outcome.routes is told.routes else outcome.routes,
+        )
+        self._count, self._told = len(outcome.findings), Outcome(outcome.findings, outcome.known, outcome.routes)
+        return new

@@ -9,7 +9,7 @@ import msgspec
 
 from ..bench.launch import die_with_parent
 from .job import Job
-from .outcome import Line
+from .outcome import Line, News
 from .rank import run
 
 __all__: list[str] = []
@@ -26,7 +26,8 @@ def main() -> None:
         out.flush()
 
     # all ranks find the same: the first tells of it
-    outcome = run(job, lambda words, found: tell(Line(words, None if job.local else found)))
+    news = News()
+    outcome = run(job, lambda words, found: tell(Line(words, None if job.local else news.of(found))))
     tell(Line(end=outcome))
 
 
