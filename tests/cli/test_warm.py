@@ -7,6 +7,7 @@ import io
 import os
 import pkgutil
 import re
+import subprocess
 import sys
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -125,6 +127,22 @@ def test_a_process_that_dies_is_named_and_the_others_go_on() -> None:
     assert found["dies"].cause == "the process that compiled it was ended by SIGABRT"
     assert found["ends"].cause == "the process that compiled it ended with status 3"
     assert found["lives"].outcome == Outcome()
+
+
+def hang() -> Outcome:
+    subprocess.run(["sleep", "543210"], check=True)
+    return Outcome()
+
+
+def test_one_that_hangs_is_named_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(task: Task) -> None:
+        monkeypatch.setattr(workers, "_MOST_SECONDS", 600.0 if task.name == "lives" else 4.0)
+
+    tasks = deque([Task("", "hangs", hang, ()), Task("", "lives", nothing, ())])
+    found = {one.task.name: one for one in results(tasks, 1, begun)}
+    assert found["hangs"].cause == "it took more than 4 s, and the process that compiled it was ended"
+    assert found["lives"].outcome == Outcome()
+    assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "543210"]]
 
 
 def test_where_no_more_processes_can_begin_those_that_did_go_on(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import psutil
 
+from uccl_ep_serving.bench.launch import die_with_parent
 from uccl_ep_serving.cli.warm.tasks import Outcome, Task
 from uccl_ep_serving.proxy import cgroup
 
@@ -22,6 +23,9 @@ __all__ = ["Result", "most_jobs", "results"]
 
 #: More than one that compiles all kernels for sm_90 takes (measured: 632 MiB).
 _WORKER_MEMORY = 1 << 30
+#: Of a task: a hundred times the longest on one of two cores (all of the CPU's code: 18 s of a core). An image is built
+#: in silence, so that a compiler which hangs would hang it for ever.
+_MOST_SECONDS = 1800.0
 
 
 class Result(NamedTuple):
@@ -54,7 +58,7 @@ class _Worker:
         # a fresh interpreter: what this process has imported, and its threads, are not for a compiler
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process: BaseProcess = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
         self.process.start()
         theirs.close()
         self.task: Task | None = None
@@ -66,9 +70,25 @@ class _Worker:
         with contextlib.suppress(OSError):
             self.pipe.send(task)
 
+    @property
+    def left(self) -> float:
+        """Seconds that its task still has."""
+        return self._started + _MOST_SECONDS - time.monotonic()
+
     def result(self) -> Result:
-        """Of the task that it was given, once its pipe is readable: an answer, or the end of the process."""
+        """Of the task that it was given, once its pipe is readable, an answer or the end of the process; or once its
+        time is over, which ends the process."""
         assert self.task is not None
+        if self.left <= 0 and not self.pipe.poll():
+            # its compiler's processes first, of which one hangs, say
+            with contextlib.suppress(psutil.Error):
+                for one in psutil.Process(self.process.pid).children(recursive=True):
+                    one.kill()
+            self.process.kill()
+            self.process.join()
+            task, self.task = self.task, None
+            cause = f"it took more than {_MOST_SECONDS:.0f} s, and the process that compiled it was ended"
+            return Result(task, None, cause, time.monotonic() - self._started)
         task, self.task = self.task, None
         try:
             outcome, cause = self.pipe.recv()
@@ -110,9 +130,10 @@ def results(tasks: deque[Task], jobs: int, begun: Callable[[Task], None]) -> Ite
             busy = {worker.pipe: worker for worker in workers if worker.task is not None}
             if not busy:
                 return
-            for pipe in wait(list(busy)):
-                assert isinstance(pipe, Connection)
-                worker = busy[pipe]
+            wait(list(busy), max(min(worker.left for worker in busy.values()), 0.0))
+            for pipe, worker in busy.items():
+                if not pipe.poll() and worker.left > 0:
+                    continue
                 result = worker.result()
                 if result.outcome is None and not worker.process.is_alive():
                     workers.remove(worker)
@@ -123,10 +144,11 @@ def results(tasks: deque[Task], jobs: int, begun: Callable[[Task], None]) -> Ite
             worker.process.kill()
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, parent: int) -> None:
     """Body of a process: do what comes, until the parent goes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     with contextlib.suppress(EOFError, OSError):
+        die_with_parent(parent)
         while True:
             task: Task = pipe.recv()
             try:
