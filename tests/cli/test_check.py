@@ -51,6 +51,13 @@ def test_what_has_passed_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert record.content["parts"][0]["name"] == "clock"
 
 
+def test_words_of_a_driver_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "[/dev/nvidia0] a [step]"
+    fault = Fault(words, "a", "b", "c", "d")
+    assert run(Result("clock", True, 0.25, words), Result(words, False, 3.0, fault=fault)) == 1
+    assert capsys.readouterr().out.count(words) == 4
+
+
 def test_what_has_failed_names_the_kernel_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(GOOD, BAD) == 1
     said = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -16,10 +17,11 @@ from unittest.mock import Mock
 
 import llvmlite.binding as llvm
 import pytest
+from rich.console import Console
 
 from tests.support.source_tree import ROOT, run_python
 from uccl_ep_serving.cli.doctor import gpus, limits, report, software, transports
-from uccl_ep_serving.cli.doctor.findings import Finding
+from uccl_ep_serving.cli.doctor.findings import Finding, Status
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.engines.versions import Engine
 from uccl_ep_serving.errors import ConfigError
@@ -114,6 +116,13 @@ class TestDoctor:
         assert [one.status for one in found["limits"]] == ["ok", "problem"]
         assert "could not be looked at: FileNotFoundError" in found["limits"][1].value
         assert len(found["settings"]) > 10
+
+    def test_words_of_the_machine_are_no_markup(self) -> None:
+        text = io.StringIO()
+        finding = Finding("NIC [red]", "[/sys/class/net] [fe80::1]", Status.PROBLEM, "look at [localhost]")
+        report._print({"nics": [finding]}, Console(file=text, width=160))
+        for words in ("NIC [red]", "[/sys/class/net] [fe80::1]", "next: look at [localhost]"):
+            assert words in text.getvalue()
 
     def test_memory_that_may_not_be_executable_is_a_problem(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The first call of compiled code would end the process without a word."""

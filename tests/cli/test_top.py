@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -177,6 +178,13 @@ def test_answers_of_no_buffer_are_none(strange: dict[str, Any]) -> None:
 def test_a_terminal_obeys_nothing_of_an_answer() -> None:
     *_, trouble = shown(counters(state="lost", why="\x1b]0;owned\x07rank 2"))
     assert str(trouble) == "rank 1, process 7: lost: ?]0;owned?rank 2"
+    operation = counters()["ops"]["ll_dispatch"]
+    text = io.StringIO()
+    answer = counters(ops={"[/x]\x1b[31m": operation}, transport_by_peer={"0": "\x1b]0;owned\x07[red]tcp"})
+    Console(file=text, width=200).print(*shown(answer))
+    assert "[/x]?[31m" in text.getvalue()
+    assert "1 ?]0;owned?[red]tcp" in text.getvalue()
+    assert not {"\x1b", "\x07"} & set(text.getvalue())
 
 
 def test_a_process_that_does_not_answer_is_shown_and_looked_at() -> None:

@@ -277,6 +277,17 @@ class TestReport:
         assert "39 pairs" in said
         assert "rank 0 -> rank 7" in said
 
+    def test_words_of_others_are_no_markup(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Which would end the report, or leave words out: just where something has failed."""
+        words = "[/gloo/pair.cc:534] Connection closed by [10.0.0.2] [rank0]"
+        fault = Fault(words, "a", "b", "c", "d")
+        gpu = msgspec.structs.replace(FACTS, gpu=words)
+        outcome = Outcome([Finding(words, words, words, words, fault)], [gpu] * 2, [{1: words}, {0: words}])
+        _, said = _printed(outcome, monkeypatch)
+        assert "".join(said.split()).count("".join(words.split())) >= 2
+        for part in ("[/gloo/pair.cc:534]", "[10.0.0.2]", "[rank0]"):
+            assert said.count(part) >= 8
+
     def test_not_ready(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fault = Fault("here", "a [thing]", "another", "the cause", "the step")
         outcome = Outcome([Finding("TCP", "a -> b", fault=fault)])

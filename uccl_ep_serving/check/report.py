@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from . import gpu, stamp
 from .machine import Machine, present
@@ -64,11 +65,11 @@ def _print(report: gpu.Report, kept: str) -> None:
         table.add_column(name, justify="right" if name == "seconds" else "left", overflow="fold")
     for one in report.results:
         mark = "[green]ok[/]" if one.passed else "[red]FAILED[/]"
-        table.add_row(one.name, mark, f"{one.seconds:.1f}", one.said)
+        table.add_row(Text(one.name), mark, f"{one.seconds:.1f}", Text(one.said))
     console.print(table)
     for one in report.results:
         if (fault := one.fault) is not None:
-            console.print(f"\n[bold]{one.name}[/]: {fault.where}", highlight=False, soft_wrap=True)
+            console.print(Text.assemble("\n", (one.name, "bold"), f": {fault.where}"), soft_wrap=True)
             lines = ("expected", "found", "cause", "step")
             for line in lines:
                 title = {"cause": "likely cause", "step": "next step"}.get(line, line)
@@ -76,4 +77,5 @@ def _print(report: gpu.Report, kept: str) -> None:
     failed = sum(not one.passed for one in report.results)
     verdict = f"{failed} of {len(report.results)} parts failed" if failed else "every part passed"
     where = f"; the record is {kept}" if kept else ""
-    console.print(f"\n{report.device or 'no device'}: {verdict} in {report.seconds:.0f} s{where}", soft_wrap=True)
+    words = f"\n{report.device or 'no device'}: {verdict} in {report.seconds:.0f} s{where}"
+    console.print(words, markup=False, soft_wrap=True)

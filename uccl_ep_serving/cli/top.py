@@ -157,9 +157,9 @@ def picture(
             troubles.append(f"rank {counters.get('rank')}, process {shown}: {state}: {plain(why)}")
         well = is_well(now[one])
         cells = _peers(counters), *_proxied(counters, earlier, seconds), _waits(counters, first)
-        buffers.add_row(*who, Text(state, "" if well else "red"), *cells)
+        buffers.add_row(*who, Text(state, "" if well else "red"), *(Text(plain(cell)) for cell in cells))
         for line in _operations(counters, earlier, seconds, begun is None):
-            operations.add_row(*who, *line)
+            operations.add_row(*who, *(Text(plain(cell)) for cell in line))
     if now:
         operations.caption = _CAPTION
     return [buffers, operations, *map(Text, troubles)]

@@ -67,7 +67,7 @@ def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], w
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index < words else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 

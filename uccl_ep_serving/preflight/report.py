@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..bench.launch import free_port
 from .job import Finding, Job, of_torchrun
@@ -81,7 +82,7 @@ def _print(outcome: Outcome, job: Job, seconds: float, console: Console) -> None
     faults = [one for one in outcome.findings if one.fault]
     for one in faults:
         assert one.fault is not None
-        console.print(f"\n[bold]{one.part}[/]: {one.fault.where}", highlight=False, soft_wrap=True)
+        console.print(Text.assemble("\n", (one.part, "bold"), f": {one.fault.where}"), soft_wrap=True)
         for title, words in (
             ("expected", one.fault.expected),
             ("found", one.fault.found),
@@ -113,7 +114,7 @@ def _ranks(outcome: Outcome) -> Table:
             one.gpu or "none",
             nics or "none",
         )
-        table.add_row(*cells)
+        table.add_row(*map(Text, cells))
     return table
 
 
@@ -132,7 +133,7 @@ def _matrix(outcome: Outcome) -> Table:
             if outcome.known[peer].node == outcome.known[rank].node and place[peer] < len(outcome.known[rank].links):
                 link = f" ({outcome.known[rank].links[place[peer]]})"
             cells.append("-" if peer == rank else routes.get(peer, "?") + link)
-        table.add_row(str(rank), *cells)
+        table.add_row(str(rank), *map(Text, cells))
     return table
 
 
@@ -146,8 +147,9 @@ def _table(findings: Sequence[Finding]) -> Table:
         if usual[one.part] > _MOST_LINES and not (one.fault or one.note):
             if one.part not in told:
                 told.add(one.part)
-                table.add_row(one.part, f"{usual[one.part]} pairs", "[green]ok[/]", "the figures of each: --json")
+                table.add_row(Text(one.part), f"{usual[one.part]} pairs", "[green]ok[/]", "the figures of each: --json")
             continue
         mark = "[red]FAILED[/]" if one.fault else "[yellow]note[/]" if one.note else "[green]ok[/]"
-        table.add_row(one.part, one.where, mark, "; ".join(filter(None, (one.said, one.note))))
+        words = "; ".join(filter(None, (one.said, one.note)))
+        table.add_row(Text(one.part), Text(one.where), mark, Text(words))
     return table

@@ -13,6 +13,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from uccl_ep_serving.cli.console import wide_console
 from uccl_ep_serving.cli.doctor.container import container
@@ -80,9 +81,9 @@ def _print(report: dict[str, list[Finding]], console: Console) -> None:
         table.add_row(f"[bold]{title}[/bold]")
         for finding in findings:
             mark = f"[{colours[finding.status]}]{finding.status.value:7}[/]"
-            table.add_row(mark, finding.name, finding.value)
+            table.add_row(mark, Text(finding.name), Text(finding.value))
             if finding.next_step and finding.status is not Status.OK:
-                table.add_row("", "", f"next: {finding.next_step}")
+                table.add_row("", "", Text(f"next: {finding.next_step}"))
     console.print(table)
 
 
@@ -105,7 +106,7 @@ def run(*, as_json: bool) -> int:
     _print(report, console)
     if problems:
         names = ", ".join(found.name for found in problems)
-        console.print(f"\n[red]not usable[/red]: {len(problems)} problem(s): {names}")
+        console.print(Text.assemble("\n", ("not usable", "red"), f": {len(problems)} problem(s): {names}"))
     else:
         console.print("\n[green]usable[/green]")
     return 1 if problems else 0
