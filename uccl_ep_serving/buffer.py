@@ -219,8 +219,8 @@ class Buffer:
         where something is wrong until the ranks agree on it, at most UCCL_EP_TIMEOUT.
 
         Every operation does this. Who replays captured graphs calls none, and asks here between replays: after a
-        failure their kernels send nothing and leave zeros. Beside a call of another thread only what ends all calls is
-        raised: the rest is for that call to find.
+        failure their kernels send nothing, and what they return is wrong. Beside a call of another thread only what
+        ends all calls is raised: the rest is for that call to find.
 
         Raises:
             ConfigError: among others, the windows were rebuilt since the graphs were captured.

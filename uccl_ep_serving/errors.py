@@ -42,7 +42,10 @@ class UcclEpError(Exception):
 
 
 class ConfigError(UcclEpError, ValueError):
-    """A setting, shape, dtype, id or token count was refused before anything moved."""
+    """A setting, shape, dtype, id or token count was refused before anything moved.
+
+    GPUs refuse no expert id: a wrong one counts as -1, and is told once the dispatch is under way.
+    """
 
 
 class BootstrapError(UcclEpError, RuntimeError):
@@ -124,8 +127,8 @@ class PeerTimeout(PeerError, TimeoutError):
     """The deadline passed while waiting for a peer that still seems to be alive.
 
     Attributes:
-        arrived: messages of the stream that had arrived without a gap.
-        expected: messages that the waiting operation needs.
+        arrived: messages of the stream, or in normal mode on a GPU rows, that had arrived without a gap.
+        expected: messages or rows that the waiting operation needs.
     """
 
     def __init__(

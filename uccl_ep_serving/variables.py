@@ -231,7 +231,7 @@ SETTINGS: tuple[Variable, ...] = (
     Variable(
         "deterministic",
         _flag,
-        False,
+        True,
         "1: low-latency dispatch gives an expert its rows by source rank, whatever arrives first; 0: those of each "
         "source as they come. Combined tokens are the same to the bit",
     ),
@@ -292,21 +292,34 @@ SETTINGS: tuple[Variable, ...] = (
         "bytes of window into which normal mode receives rows in rounds, when the heap has no room; on GPUs see "
         "heap_bytes",
     ),
-    Variable("chunk_bytes", _size(4096, 256 << 20), True, "bytes of one chunk of normal mode", group="debug"),
-    Variable("chunk_depth", _integer(1, 64), True, "chunks in flight per destination in normal mode", group="debug"),
+    Variable(
+        "chunk_bytes",
+        _size(4096, 256 << 20),
+        True,
+        "bytes of one chunk of normal mode; on GPUs, of a message at most",
+        group="debug",
+    ),
+    Variable(
+        "chunk_depth",
+        _integer(1, 64),
+        True,
+        "chunks in flight per destination in normal mode; on GPUs, times chunk_bytes, bytes of staging per destination",
+        group="debug",
+    ),
     Variable(
         "programs",
         _integer(0, NORMAL_CHANNELS),
         True,
-        "GPU programs (SMs) of normal mode, each of which serves a channel; 0: 24. Never more than `Config.num_sms`",
+        "GPU programs (SMs) of normal mode, each of which serves a channel; 0, and at most: `Config.num_sms`, which is "
+        "20 where the caller says nothing",
     ),
     Variable(
         "copy",
         _choice("auto", "triton", "tma"),
         False,
         "what moves rows of normal mode between GPUs that map each other's memory; tma: bulk copies of the tensor "
-        "memory accelerator (sm_90 and newer, CuPy), on one H200 faster in some operations and slower in others: auto "
-        "is triton",
+        "memory accelerator (sm_90 or sm_100, CuPy, at most 256 ranks), on one H200 faster in some operations and "
+        "slower in others: auto is triton",
     ),
     Variable("tcp_connections", _integer(1, 16), True, "TCP connections per peer and proxy"),
     Variable(

@@ -2,7 +2,8 @@
 
 A wait ends when what it waits for is there, when the time limit of the kernel context is over, or when the sticky error
 is set (a proxy died, the host saw a peer's connection close). However it fails, the verdict in device memory is set:
-later kernels write and publish nothing, and leave zero counts and rows. The first failure is reported in host memory.
+later kernels write and publish nothing; counts and sums are zero, ids -1, and rows of a normal dispatch not written.
+The first failure is reported in host memory.
 """
 
 from __future__ import annotations

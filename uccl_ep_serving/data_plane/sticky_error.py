@@ -78,7 +78,7 @@ class StickyError(NamedTuple):
             )
         if code == ctx.FAILURE_PEER_TIMEOUT:
             return PeerTimeout(
-                f"{where}: rank {peer} is silent{on}: {arrived} messages arrived, {expected} expected within "
+                f"{where}: rank {peer} is silent{on}: {arrived} messages or rows arrived, {expected} expected within "
                 f"{timeout:g} s (UCCL_EP_TIMEOUT). Likely cause: rank {peer} has not made the same call, is slow to "
                 f"start, is stuck, or the network drops its traffic. {after_silence(peer)}",
                 peer=peer,

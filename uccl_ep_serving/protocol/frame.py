@@ -176,8 +176,8 @@ def decode_frame(header: bytes, *, window_bytes: int = MAX_WINDOW_BYTES) -> Fram
 def connection_of(stream: int, connections: int) -> int:
     """Index of the connection that carries ``stream``: fixed, so that a stream stays in order on its connection.
 
-    Channels are the low four bits of a stream id and parities the next one, so adding the two spreads neighbouring
-    channels, and the two parities of one channel, over the connections.
+    Channels of a phase have consecutive ids, and the parities of one in low latency are 16 apart: adding the upper bits
+    spreads both over the connections.
     """
     return (stream + (stream >> 4)) % connections
 

@@ -378,9 +378,13 @@ class WindowLayout:
         add(
             "normal_send",
             ranks * normal.depth * normal.chunk,
-            "[destination rank, depth]: chunks packed for sending",
+            "[destination rank, depth]: chunks packed for sending; on GPUs rings for sending",
         )
-        add("normal_rounds", ranks * 2 * normal.round_slot, "[source rank, 2]: rows received in rounds")
+        add(
+            "normal_rounds",
+            ranks * 2 * normal.round_slot,
+            "[source rank, 2]: rows received in rounds; on GPUs, with normal_heap, rings that rows land in",
+        )
         add("normal_heap", normal.heap, "rows received in place, leased to the returned tensors")
         if self.nbytes > MAX_WINDOW_BYTES:
             raise ValueError(f"a window of {self.nbytes} bytes exceeds {MAX_WINDOW_BYTES}")

@@ -175,11 +175,12 @@ class NormalNotify:
     TAG = 0
     #: Number of the operation, 0, 1, 2, … (dispatches and combines counted together).
     NUMBER = 1
-    #: Rows the sender has for the receiver.
+    #: Rows the sender has for the receiver. GPUs say CHANNEL_ROWS instead.
     ROWS = 2
     #: OPERATION << 16 | DTYPE_* of the rows.
     CODING = 3
-    #: Digest of (hidden, topk, experts, row bytes, operation): both sides mean the same operation.
+    #: Digest of all that both sides must mean alike: operation, dtype, hidden, topk, scales, experts, ranks of a node,
+    #: channels, and which dispatch a handle is of.
     SHAPE = 4
     ROW_BYTES = 5
     META_BYTES = 6

@@ -43,14 +43,15 @@ NORMAL_CHANNELS = 24
 
 #: Low-latency consumed counts that no header carried in time (one 64-byte write each).
 NOTICE = 0
-#: Normal mode: counts (or "ready") that open every operation; a dispatch closes with a second, empty message, sent
-#: once all its writes are locally complete, so that nothing of it can land on rows that the receiver has handed out.
+#: Normal mode: counts (or "ready") that open every operation. On CPUs a dispatch closes with a second, empty message,
+#: sent once all its writes are locally complete: nothing of it can land on rows that the receiver has handed out.
 NORMAL_NOTIFY = 1
-#: Normal mode: the receiver's grants.
+#: Normal mode on CPUs: the receiver's grants.
 NORMAL_GRANT = 2
 
 LL_DISPATCH = 8  # + parity * 16 + channel
 LL_COMBINE = LL_DISPATCH + 2 * MAX_CHANNELS  # + parity * 16 + channel
+#: Rows; on GPUs also how many are read, of the other phase (:mod:`.pipe`).
 NORMAL_DISPATCH = LL_COMBINE + 2 * MAX_CHANNELS  # + channel
 NORMAL_COMBINE = NORMAL_DISPATCH + NORMAL_CHANNELS  # + channel
 #: Free for whoever talks to the proxies without an operation (diagnosis): no kernel waits for it.

@@ -158,7 +158,7 @@ def _hook_runner(runner: Any, deepep: Any) -> None:
 
 
 def _hook_scheduler(scheduler: Any) -> None:
-    """Raise what has failed before the tokens of a step are told: kernels that follow a failure leave zeros, and a
+    """Raise what has failed before the tokens of a step are told: kernels that follow a failure move nothing, and a
     graph that is replayed calls nothing of ours."""
     process = scheduler.process_batch_result
 

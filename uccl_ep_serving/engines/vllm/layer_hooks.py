@@ -85,7 +85,7 @@ def _forwarded(name: str) -> Any:
 
 def _checked(original: Any) -> Any:
     """``original`` between two checks, the second when what it gives is on the host: kernels that follow a failure
-    leave zeros, so the tokens of that step are wrong, and a graph that is replayed calls nothing of ours."""
+    move nothing, so the tokens of that step are wrong, and a graph that is replayed calls nothing of ours."""
 
     @functools.wraps(original)
     def step(*args: Any, **kwargs: Any) -> Any:
