@@ -66,6 +66,27 @@ def test_a_module_that_is_not_there_is_named(place: Path) -> None:
     assert "loaded" not in result.output
 
 
+@pytest.mark.parametrize("module", ["", "__main__", ".tool"])
+def test_what_names_no_module_is_refused(place: Path, module: str) -> None:
+    result = ran(module)
+    assert result.exit_code == 2
+    assert f"there is no module {module} in this environment" in result.output
+
+
+@pytest.mark.parametrize("package", ["sglang", "sglang.srt", "json"])
+def test_a_package_that_cannot_be_run_is_told_before_plugins_are_loaded(place: Path, package: str) -> None:
+    result = ran(package)
+    assert result.exit_code == 2
+    assert f"{package} is a package without a __main__, so it cannot be run itself. Next step: name" in result.output
+    assert "loaded" not in result.output
+    assert package == "json" or package not in sys.modules
+
+
+def test_a_package_with_a_main_is_run(place: Path) -> None:
+    (place / "vllm" / "__main__.py").write_text(TOOL)
+    assert ran("vllm", "x").output.splitlines() == ["loaded vllm", "main __main__ ['x']"]
+
+
 def test_help_is_ours_before_the_module() -> None:
     assert "What follows MODULE goes to it" in " ".join(ran("--help").output.split())
 

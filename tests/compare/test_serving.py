@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
+import socket
+import socketserver
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.client import HTTPException
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +27,9 @@ from uccl_ep_serving.compare.serving import engines, launch, run
 from uccl_ep_serving.compare.serving.engines import ENGINES, Sglang, engine_of
 from uccl_ep_serving.compare.serving.launch import address_of, line_of, server_of, tokenizer_of
 from uccl_ep_serving.compare.serving.plan import Extra, Load, ServingPlan
+from uccl_ep_serving.compare.serving.profile import profiled
 from uccl_ep_serving.compare.serving.run import measure_start
+from uccl_ep_serving.demo.client import Client
 from uccl_ep_serving.demo.server import ServerFailed
 from uccl_ep_serving.errors import ConfigError
 
@@ -49,6 +57,32 @@ class TestPlans:
             ({"line": ("bash", "-c", "VLLM_API_KEY=x vllm serve m")}, "VLLM_API_KEY would stand"),
             ({"extras": {"none": "HF_TOKEN=x"}}, "HF_TOKEN would stand"),
             ({"profiled_steps": -1}, "-1 steps cannot be profiled"),
+            *(
+                ({"url": url}, rf"--url {re.escape(url)} is no address .* Next step: write http://HOST:PORT")
+                for url in (
+                    "head:8000",
+                    "10.0.0.3:8000",
+                    "ftp://head:80",
+                    "http:",
+                    "http://:80",
+                    "http://head:abc",
+                    "http://head:0",
+                    "http://head:99999",
+                    "http://[::1",
+                    "http://me:word@head",
+                    "http://he ad:80",
+                )
+            ),
+            *(
+                ({"line": (*LINE, *port.split())}, rf"{re.escape(words)} is no port. Next step: name one of 1 to 65535")
+                for port, words in (
+                    ("--port seven", "--port seven"),
+                    ("--port 0", "--port 0"),
+                    ("--port=-1", "--port -1"),
+                    ("--port 65536", "--port 65536"),
+                    ("--port=99999", "--port 99999"),
+                )
+            ),
         ],
     )
     def test_what_cannot_be_compared_is_refused(self, values: dict[str, Any], words: str) -> None:
@@ -104,14 +138,13 @@ class TestLines:
             ("sglang serve M --port 7 --host 10.0.0.3", "", ("http://10.0.0.3:7", 7)),
             ("srun run.sh {backend}", "", ("http://127.0.0.1:30000", 30000)),
             ("srun run.sh {backend}", "http://head:81", ("http://head:81", 81)),
+            ("srun run.sh {backend}", "https://head", ("https://head", 80)),
+            ("srun run.sh {backend} --port auto", "http://[::1]:65535/v", ("http://[::1]:65535/v", 65535)),
+            ("sglang serve M --port 65535", "", ("", 65535)),
         ],
     )
     def test_where_the_server_answers(self, line: str, url: str, found: tuple[str, int]) -> None:
         assert address_of(plan(line=tuple(line.split()), url=url), line.split()) == found
-
-    def test_a_port_that_is_no_number_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="--port seven"):
-            address_of(plan(), ["--port", "seven"])
 
     @pytest.mark.parametrize(
         ("line", "found"),
@@ -230,9 +263,10 @@ class TestOneStart:
         self, fake: Callable[..., None], tmp_path: Path, values: dict[str, Any], words: str
     ) -> None:
         fake(**values)
+        before = set(psutil.Process().children(recursive=True))  # multiprocessing's own, of tests before
         with pytest.raises(ServerFailed, match=rf"0 of 2 servers .*{words}"):
             start(plan(profiled_steps=0, rounds=1), tmp_path)
-        assert not psutil.Process().children(recursive=True)
+        assert set(psutil.Process().children(recursive=True)) <= before
 
     def test_a_client_that_fails_once_is_tried_again(self, fake: Callable[..., None], tmp_path: Path) -> None:
         fake(once="none")
@@ -272,6 +306,107 @@ class TestOneStart:
     def test_a_line_without_its_model_is_refused(self, fake: Callable[..., None], tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="add --tokenizer"):
             start(plan(line=("sglang", "serve")), tmp_path)
+
+
+NO_HTTP = b"SSH-2.0-x\r\n"
+SHORT = b"HTTP/1.0 200 OK\r\nContent-Length: 100\r\n\r\n0123456789"
+SHORT_ERROR = SHORT.replace(b"200 OK", b"500 Error")
+SHORT_CHUNK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n64\r\n0123456789"
+
+# the fake server, but at one path it answers with the bytes that it is told
+BREAKS_OFF = """
+import os
+from tests.support.fake_server import Handler, main
+
+def breaking(whole):
+    def either(handler):
+        if handler.path != os.environ.get("BREAKS_AT"):
+            return whole(handler)
+        handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        handler.wfile.write(bytes.fromhex(os.environ["BREAKS_WITH"]))
+    return either
+
+Handler.do_GET, Handler.do_POST = breaking(Handler.do_GET), breaking(Handler.do_POST)
+main()
+"""
+
+
+class TestAnswersThatBreakOff:
+    @pytest.fixture(params=[NO_HTTP, SHORT, SHORT_ERROR, SHORT_CHUNK], ids=["no-http", "short", "error", "chunk"])
+    def url(self, request: pytest.FixtureRequest) -> Iterator[str]:
+        """Whoever asks there gets what is no answer, or half of one."""
+
+        class Half(socketserver.StreamRequestHandler):
+            timeout = 10.0
+
+            def handle(self) -> None:
+                self.rfile.readline()
+                self.wfile.write(request.param)
+                self.request.shutdown(socket.SHUT_WR)
+                self.rfile.read()  # closed with something unread, the connection would be reset
+
+        with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Half) as server:
+            threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+            server.shutdown()
+
+    def test_whoever_asks_says_what_was_asked(self, url: str, tmp_path: Path) -> None:
+        assert not run._answers(url)
+        with pytest.raises(ServerFailed, match="/v1/models does not say what is served: "):
+            run._model(url)
+        with pytest.raises(ServerFailed, match="/start_profile: "):
+            profiled(ENGINES["sglang"], url, tmp_path / "traces", 1, lambda: None)
+        for ask in (Client(url).complete, Client(url).chat):
+            with pytest.raises(ServerFailed, match=r"/v1/(chat/)?completions broke off: "):
+                ask("Two nodes", 2)
+
+    @pytest.mark.parametrize(
+        "url", [NO_HTTP, SHORT_ERROR, SHORT_CHUNK], indirect=True, ids=["no-http", "error", "chunk"]
+    )
+    def test_a_stream(self, url: str) -> None:
+        with pytest.raises(ServerFailed, match="/v1/chat/completions broke off: "):
+            list(Client(url).stream("Two nodes", 2))
+
+    def test_a_server_is_waited_for(self, url: str, tmp_path: Path) -> None:
+        server, _ = server_of(plan(url=url), "none", tmp_path)
+        server.pid = os.getpid()
+        with pytest.raises(ServerFailed, match="was not ready after"):
+            server.wait_ready(0.1, lambda *_: None)
+
+    @pytest.mark.parametrize(
+        ("path", "answer", "words"),
+        # the last costs no figures at all
+        [
+            ("/v1/models", NO_HTTP, "/v1/models does not say what is served: SSH-2.0-x (log: "),
+            ("/v1/completions", SHORT, "/v1/completions broke off: IncompleteRead(10 bytes read, 90 more expected)"),
+            ("/start_profile", SHORT, "/start_profile: IncompleteRead(10 bytes read, 90 more expected)"),
+        ],
+        ids=["model", "answers", "profile"],
+    )
+    def test_no_other_server_goes_without_figures(
+        self, fake: Callable[..., None], tmp_path: Path, path: str, answer: bytes, words: str
+    ) -> None:
+        (tmp_path / "server.py").write_text(BREAKS_OFF)
+        line = (sys.executable, str(tmp_path / "server.py"), "--model", "fake/model")
+        extras = {"none": f"BREAKS_AT={path} BREAKS_WITH={answer.hex()}"}
+        kept = start(plan("none", "uccl_ep", "none", line=line, extras=extras, rounds=1), tmp_path)
+        assert words in (kept["skipped"].get("none") or kept["servers"]["none"]["profile"])
+        assert {"uccl_ep", "none#2"} <= set(kept["samples"])
+
+    def test_nor_where_nobody_has_named_what_was_asked(
+        self, fake: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = iter([HTTPException()])
+
+        def model(url: str) -> str:
+            for error in first:
+                raise error
+            return "fake-model"
+
+        monkeypatch.setattr(run, "_model", model)
+        kept = start(plan("none", "uccl_ep", "none", rounds=1, profiled_steps=0), tmp_path)
+        assert kept["skipped"] == {"none": "HTTPException (log: logs/start-1-none.log)"}
+        assert set(kept["samples"]) == {"uccl_ep", "none#2"}
 
 
 class TestTheCommand:
@@ -333,6 +468,8 @@ class TestTheCommand:
             (["--engine", "vllm", "--", "x"], "vllm is not installed"),
             (["--engine", "sglang", "--with", "none", "--", "x"], "write 'BACKEND: NAME=VALUE"),
             (["--engine", "sglang", "--client", "--name 'x", "--", "sglang", "x"], "No closing quotation"),
+            (["--url", "http://head:99999", "--", "sglang", "x"], "--url http://head:99999 is no address"),
+            (["--", "sglang", "x", "--port", "99999"], "--port 99999 is no port"),
         ],
     )
     def test_wrong_options_are_refused_before_anything_starts(

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import runpy
 import sys
+from importlib.machinery import ModuleSpec
 from typing import Annotated
 
 import typer
@@ -31,6 +32,13 @@ def load_plugins(module: str) -> None:
             getattr(importlib.import_module(package), function)()
 
 
+def _runs(found: ModuleSpec) -> bool:
+    """Whether ``python -m`` could run it: a module, or a package with a ``__main__``. The package is not imported:
+    plugins are loaded first."""
+    places = found.submodule_search_locations
+    return places is None or any(finder.find_spec(f"{found.name}.__main__", places) for finder in sys.meta_path)
+
+
 @app.command(
     # what stands after the module is the module's, --help included
     context_settings={"allow_interspersed_args": False, "allow_extra_args": True, "ignore_unknown_options": True}
@@ -46,12 +54,19 @@ def command(
     """
     try:
         found = importlib.util.find_spec(module)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:  # what is no name, or __main__
         found, reason = None, f" ({error})"
     else:
         reason = ""
     if found is None:
         typer.echo(f"run: there is no module {module} in this environment{reason}", err=True)
+        raise typer.Exit(2)
+    if not _runs(found):
+        typer.echo(
+            f"run: {module} is a package without a __main__, so it cannot be run itself. Next step: name a module of "
+            "it, as in sglang.compile_deep_gemm; `sglang serve` and `vllm serve` load the plugins by themselves",
+            err=True,
+        )
         raise typer.Exit(2)
     load_plugins(module)
     sys.argv = [module, *context.args]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import urllib.error
@@ -9,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 from uccl_ep_serving.demo.server import ServerFailed
@@ -88,6 +90,19 @@ def compare(one: Sequence[Answer], other: Sequence[Answer]) -> Difference:
     )
 
 
+@contextlib.contextmanager
+def _whole(endpoint: str) -> Iterator[None]:
+    """Raises ServerFailed for what is asked and read inside where the server refuses or breaks off."""
+    try:
+        try:
+            yield
+        except urllib.error.HTTPError as error:
+            detail = error.read().decode(errors="replace")[:500]
+            raise ServerFailed(f"/v1/{endpoint} answered {error.code}: {detail}") from error
+    except (OSError, HTTPException) as error:
+        raise ServerFailed(f"/v1/{endpoint} broke off: {error}") from error
+
+
 class Client:
     """Requests to one server, all greedy (temperature 0).
 
@@ -138,7 +153,7 @@ class Client:
             "temperature": 0,
             "stream": True,
         }
-        with self._open("chat/completions", body) as response:
+        with _whole("chat/completions"), self._open("chat/completions", body) as response:
             for line in response:
                 event = line.decode().strip().removeprefix("data: ")
                 if event in ("", "[DONE]"):
@@ -149,7 +164,7 @@ class Client:
                         yield piece
 
     def _post(self, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
-        with self._open(endpoint, body) as response:
+        with _whole(endpoint), self._open(endpoint, body) as response:
             answer: dict[str, Any] = json.loads(response.read())
             return answer
 
@@ -159,10 +174,4 @@ class Client:
             json.dumps({"model": self._model, **body}).encode(),
             {"Content-Type": "application/json"},
         )
-        try:
-            return urllib.request.urlopen(request, timeout=self._seconds)
-        except urllib.error.HTTPError as error:
-            detail = error.read().decode(errors="replace")[:500]
-            raise ServerFailed(f"/v1/{endpoint} answered {error.code}: {detail}") from error
-        except OSError as error:
-            raise ServerFailed(f"/v1/{endpoint} broke off: {error}") from error
+        return urllib.request.urlopen(request, timeout=self._seconds)

@@ -11,9 +11,9 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -218,7 +218,7 @@ class DemoServer:
             if not self.alive():
                 raise ServerFailed(f"the {self.launch.engine} server ended while starting.\n{self.tail()}")
             progress(elapsed, self._phase())
-            with contextlib.suppress(OSError, urllib.error.URLError):
+            with contextlib.suppress(OSError, HTTPException):
                 urllib.request.urlopen(f"{self.url}/health", timeout=_HEALTH_SECONDS).read()
                 return
             time.sleep(_POLL_SECONDS)

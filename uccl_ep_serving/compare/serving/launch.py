@@ -10,17 +10,17 @@ from urllib.parse import urlsplit
 
 from uccl_ep_serving.compare.plan import Plan
 from uccl_ep_serving.compare.serving.engines import ENGINES, Engine
-from uccl_ep_serving.compare.serving.plan import ServingPlan
+from uccl_ep_serving.compare.serving.plan import PORT, ServingPlan, value_of
 from uccl_ep_serving.demo.checkpoint import write_checkpoint
 from uccl_ep_serving.demo.server import DemoServer, ServerLaunch
 from uccl_ep_serving.demo.sglang_launch import SglangLaunch
 from uccl_ep_serving.demo.vllm_launch import MODELS, VllmLaunch
 from uccl_ep_serving.errors import ConfigError
 
-__all__ = ["BACKEND", "PORT", "LineLaunch", "server_of", "tokenizer_of"]
+__all__ = ["BACKEND", "LineLaunch", "server_of", "tokenizer_of"]
 
-#: Words of a line that stand for what a comparison puts there. A line with the first is not changed otherwise.
-BACKEND, PORT = "{backend}", "{port}"
+#: Stands for the backend in a line, which is not changed otherwise.
+BACKEND = "{backend}"
 #: Seconds that a server, or the launcher that has started it on other hosts, gets to end by itself.
 _GRACE = 30.0
 #: vLLM would give each CPU rank a GiB of KV cache, most of it never used here: 64 blocks of 128 tokens do.
@@ -48,17 +48,6 @@ class LineLaunch:
     def phase(self, line: str) -> str | None:
         """Whatever the log says last."""
         return line.strip() or None
-
-
-def value_of(line: Sequence[str], *options: str) -> str:
-    """The value of the first of ``options`` that ``line`` has, "" without any."""
-    for index, word in enumerate(line):
-        for option in options:
-            if word == option and index + 1 < len(line):
-                return line[index + 1]
-            if word.startswith(f"{option}="):
-                return word.partition("=")[2]
-    return ""
 
 
 def _with_option(line: Sequence[str], option: str, value: str) -> list[str]:
@@ -107,8 +96,6 @@ def address_of(plan: ServingPlan, line: Sequence[str]) -> tuple[str, int]:
         # a launcher that starts it on other hosts hides what it says to them
         return f"http://127.0.0.1:{engine.port}", engine.port
     host = value_of(line, "--host")
-    if not port.isdecimal():
-        raise ConfigError(f"compare: --port {port}: a number, or {PORT}")
     return (f"http://{host}:{port}" if host not in ("", "0.0.0.0", "::", "localhost") else ""), int(port)
 
 

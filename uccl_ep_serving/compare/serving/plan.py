@@ -6,19 +6,62 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from uccl_ep_serving.compare.directory import FEWEST_STARTS
 from uccl_ep_serving.compare.plan import distinct
 from uccl_ep_serving.errors import ConfigError
 
-__all__ = ["Extra", "Load", "ServingPlan"]
+__all__ = ["PORT", "Extra", "Load", "ServingPlan", "value_of"]
+
+#: Stands for the port in a line: that of the URL, a free one without.
+PORT = "{port}"
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 #: A line with one of these is printed, kept and logged, by the engines too.
 _SECRET = re.compile(r"(--\S*|\b\w*)(api[-_]?key|hf[-_]?token|secret|password)\w*(?=[ =]|$)", re.IGNORECASE)
+#: Nothing can be asked for at an address with one of these.
+_NOT_IN_URL = re.compile(r"[\x00-\x20\x7f]")
+
+
+def value_of(line: Sequence[str], *options: str) -> str:
+    """The value of the first of ``options`` that ``line`` has, "" without any."""
+    for index, word in enumerate(line):
+        for option in options:
+            if word == option and index + 1 < len(line):
+                return line[index + 1]
+            if word.startswith(f"{option}="):
+                return word.partition("=")[2]
+    return ""
+
+
+def _check_url(url: str) -> None:
+    """Raise ConfigError unless a server can answer at ``url``; without a port it is that of the scheme."""
+    try:
+        parts = urlsplit(url)
+        known = bool(parts.scheme in ("http", "https") and parts.hostname and parts.port != 0)
+        known = known and "@" not in parts.netloc and not _NOT_IN_URL.search(url)
+    except ValueError:
+        known = False
+    if not known:
+        raise ConfigError(
+            f"compare: --url {url} is no address of a server. Next step: write http://HOST:PORT, or https, with a port "
+            "of 1 to 65535"
+        )
+
+
+def _check_port(line: Sequence[str]) -> None:
+    """Raise ConfigError when the port that ``line`` names is none that a server can listen on."""
+    port = value_of(line, "--port")
+    if not port or any(PORT in word for word in line):
+        return
+    if not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ConfigError(
+            f"compare: --port {port} is no port. Next step: name one of 1 to 65535, or {PORT} for one that is free"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +161,10 @@ class ServingPlan:
             raise ConfigError(f"compare: {self.profiled_steps} steps cannot be profiled: 0 for none")
         if not self.bound > 0:
             raise ConfigError(f"compare: the bound on logprobs is {self.bound}: above 0")
+        if self.url:
+            _check_url(self.url)
+        else:
+            _check_port(self.line)
         words = " ".join([*self.line, *self.extras.values()])
         if secret := _SECRET.search(words):
             raise ConfigError(

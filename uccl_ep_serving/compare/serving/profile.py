@@ -8,6 +8,7 @@ import shutil
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -59,5 +60,5 @@ def _post(url: str, route: str, body: Mapping[str, Any]) -> None:
     request = urllib.request.Request(f"{url}/{route}", json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         urllib.request.urlopen(request, timeout=_SECONDS).read()
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         raise ServerFailed(f"/{route}: {error}") from error

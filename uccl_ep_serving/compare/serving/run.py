@@ -13,10 +13,10 @@ import re
 import shutil
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from uccl_ep_serving.demo.client import Client
 from uccl_ep_serving.demo.remains import new_run_directory
 from uccl_ep_serving.demo.run import PROMPTS
 from uccl_ep_serving.demo.server import DemoServer, ServerFailed, without_interrupts
-from uccl_ep_serving.errors import ConfigError
+from uccl_ep_serving.errors import ConfigError, in_words
 
 __all__ = ["ANSWER_TOKENS", "FIGURES", "Progress", "measure_start"]
 
@@ -54,6 +54,8 @@ FIGURES = {
 #: Between rounds: ranks of a server look for work without a pause for a while after their last step.
 _SETTLE_SECONDS = 1.0
 _LOOK_SECONDS = 5.0
+#: What asking a server, and reading what it or a client has left, ends in where that is damaged.
+_UNREADABLE = (OSError, HTTPException, ValueError, LookupError, TypeError)
 #: Variables that change what is measured, by how their names begin, and parts of the names of those that are secret.
 _TELLING = (
     "UCCL_EP_", "SGLANG_", "VLLM_", "NCCL_", "GLOO_", "UCX_", "FI_", "NVSHMEM_", "DEEPEP_", "DEEP_EP_", "OMP_",
@@ -105,7 +107,7 @@ def measure_start(
                     )
                     break
                 # what a server or a client has left that cannot be read ends its measurement, and no other one's
-                except (ServerFailed, ClientFailed, OSError, ValueError, LookupError, TypeError) as error:
+                except (ServerFailed, ClientFailed, *_UNREADABLE) as error:
                     reason = _reason(error, place.log)
                     progress(f"{name}: {reason}")
                     # one connection that was reset in an hour must not end the comparison; a server that cannot start
@@ -238,7 +240,7 @@ def _measure(
 
 
 def _answers(url: str) -> bool:
-    with contextlib.suppress(OSError, urllib.error.URLError):
+    with contextlib.suppress(OSError, HTTPException):
         urllib.request.urlopen(f"{url}/health", timeout=_LOOK_SECONDS).read()
         return True
     return False
@@ -249,7 +251,7 @@ def _model(url: str) -> str:
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=_LOOK_SECONDS) as response:
             return str(json.loads(response.read())["data"][0]["id"])
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, HTTPException, ValueError, LookupError) as error:
         raise ServerFailed(f"{url}/v1/models does not say what is served: {error}") from error
 
 
@@ -330,7 +332,7 @@ def _last_line(log: Path) -> str:
 
 def _reason(error: Exception, log: Path) -> str:
     """Why a server could not be measured, in one line: what was said first, the end of the log, and where it lies."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in in_words(error).splitlines() if line.strip()]
     last = f" {lines[-1][:300]}" if len(lines) > 1 else ""
     return f"{lines[0][:300]}{last} (log: {log.parent.name}/{log.name})"
 
