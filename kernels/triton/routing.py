@@ -55,15 +55,18 @@ def mark_block(
         expert = tl.load(int64s(topk_idx + 8 * at), mask=inside, other=-1)
         # rule: normal mode: an expert id out of range counts nowhere
         right = (expert >= 0) & (expert < experts)
-        tl.atomic_add(int32s(expert_counts + 4 * tl.where(right, expert, 0)), right.to(tl.int32), mask=right)
+        # relaxed, all three: nothing is read before the kernel's end, or the arrival of the last program, orders it
+        named = int32s(expert_counts + 4 * tl.where(right, expert, 0))
+        tl.atomic_add(named, right.to(tl.int32), mask=right, sem="relaxed", scope="gpu")
         refused = inside & ((expert < -1) | (expert >= experts))
-        tl.atomic_min(int64s(wrong + tl.zeros_like(at)), at - POSITIONS, mask=refused)
+        tl.atomic_min(int64s(wrong + tl.zeros_like(at)), at - POSITIONS, mask=refused, sem="relaxed", scope="gpu")
         mine = tl.where(right, expert // local, -1)
         marks = marks | (mine[:, None] == rank).to(tl.int32)
     tl.store(uint8s(in_rank + token[:, None] * ranks + rank), marks.to(tl.uint8), mask=inside[:, None] & (rank < ranks))
     counts = tl.sum(marks, axis=0)
     each = tl.arange(0, shape.RANKS).to(tl.int64)
-    tl.atomic_add(int32s(rank_counts + 4 * each), counts, mask=(each < ranks) & (counts > 0))
+    there = (each < ranks) & (counts > 0)
+    tl.atomic_add(int32s(rank_counts + 4 * each), counts, mask=there, sem="relaxed", scope="gpu")
 
 
 @kernel(aligned=["in_rank", "wrong"])
