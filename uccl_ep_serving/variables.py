@@ -310,8 +310,8 @@ SETTINGS: tuple[Variable, ...] = (
         "programs",
         _integer(0, NORMAL_CHANNELS),
         True,
-        "GPU programs (SMs) of normal mode, each of which serves a channel; 0, and at most: `Config.num_sms`, which is "
-        "20 where the caller says nothing",
+        "GPU programs (SMs) of normal mode, each of which serves a channel: at most `Config.num_sms` (20 where the "
+        "caller says nothing) and 24; 0: as many as that",
     ),
     Variable(
         "copy",

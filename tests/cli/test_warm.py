@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
@@ -129,20 +130,44 @@ def test_a_process_that_dies_is_named_and_the_others_go_on() -> None:
     assert found["lives"].outcome == Outcome()
 
 
-def hang() -> Outcome:
-    subprocess.run(["sleep", "543210"], check=True)
+def hang(began: Path) -> Outcome:
+    compilers = [subprocess.Popen(["sleep", "300"]) for _ in range(2)]
+    began.write_text(" ".join(str(one.pid) for one in compilers))
+    compilers[0].wait()
     return Outcome()
 
 
-def test_one_that_hangs_is_named_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begun(task: Task) -> None:
-        monkeypatch.setattr(workers, "_MOST_SECONDS", 600.0 if task.name == "lives" else 4.0)
+@pytest.mark.parametrize("ends", ["by its time", "with who has asked"])
+def test_one_that_hangs_is_named_and_leaves_nothing_behind(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, given = tmp_path / "began", time.monotonic()
+    # not before it has begun
+    monkeypatch.setattr(
+        workers._Worker, "left", property(lambda one: 0.1 if one.task.name == "lives" or not began.exists() else 0.0)
+    )
+    tasks = deque([Task("", "hangs", hang, (began,)), Task("", "lives", nothing, ())])
+    if ends == "by its time":
+        found = {one.task.name: one for one in results(tasks, 1, lambda _: None)}
+        assert found["hangs"].cause == "it took more than 1800 s, and the process that compiled it was ended"
+        assert found["lives"].outcome == Outcome()
+    else:
 
-    tasks = deque([Task("", "hangs", hang, ()), Task("", "lives", nothing, ())])
-    found = {one.task.name: one for one in results(tasks, 1, begun)}
-    assert found["hangs"].cause == "it took more than 4 s, and the process that compiled it was ended"
-    assert found["lives"].outcome == Outcome()
-    assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", "543210"]]
+        def interrupted(*_: object) -> None:
+            if began.exists():
+                raise KeyboardInterrupt
+            assert time.monotonic() < given + 60
+            time.sleep(0.1)
+
+        monkeypatch.setattr(workers, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(results(tasks, 1, lambda _: None))
+    for pid in map(int, began.read_text().split()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            compiler = psutil.Process(pid)
+            while compiler.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() < given + 60
+                time.sleep(0.05)
 
 
 def test_where_no_more_processes_can_begin_those_that_did_go_on(

@@ -92,14 +92,14 @@ def compare(one: Sequence[Answer], other: Sequence[Answer]) -> Difference:
 
 @contextlib.contextmanager
 def _whole(endpoint: str) -> Iterator[None]:
-    """Raises ServerFailed for what is asked and read inside where the server refuses or breaks off."""
+    """Raises ServerFailed for what is asked and read inside where the server refuses, breaks off, or says no JSON."""
     try:
         try:
             yield
         except urllib.error.HTTPError as error:
             detail = error.read().decode(errors="replace")[:500]
             raise ServerFailed(f"/v1/{endpoint} answered {error.code}: {detail}") from error
-    except (OSError, HTTPException) as error:
+    except (OSError, HTTPException, ValueError) as error:
         raise ServerFailed(f"/v1/{endpoint} broke off: {error}") from error
 
 
@@ -156,12 +156,15 @@ class Client:
         with _whole("chat/completions"), self._open("chat/completions", body) as response:
             for line in response:
                 event = line.decode().strip().removeprefix("data: ")
-                if event in ("", "[DONE]"):
+                if event == "[DONE]":
+                    return
+                if not event:
                     continue
                 for choice in json.loads(event).get("choices", []):
                     piece = choice["delta"].get("content")
                     if piece:
                         yield piece
+            raise ServerFailed("/v1/chat/completions broke off: its stream has no [DONE]")
 
     def _post(self, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
         with _whole(endpoint), self._open(endpoint, body) as response:

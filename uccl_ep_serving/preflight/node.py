@@ -75,8 +75,8 @@ def run_node(jobs: Sequence[Job], say: Callable[[str], None]) -> Outcome:
 
 
 def _lines(pipe: int, begun: bytearray) -> list[Line] | None:
-    """What a rank has told since; None at its end. ``begun``: of a line, the last of which may be megabytes long, what
-    has come of it."""
+    """What a rank has told since; None at its end. ``begun`` keeps what has come of a line: the last one may be
+    megabytes long."""
     come = os.read(pipe, _READ_BYTES)
     if not come:
         return None

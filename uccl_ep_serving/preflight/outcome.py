@@ -44,8 +44,8 @@ class Line(msgspec.Struct, omit_defaults=True):
 
 
 class News:
-    """What an outcome has more than when it was last told: a part begins for each pair of ranks, and each line would
-    hold what all pairs have found."""
+    """Tells of an outcome what is new since it was told last. A part begins for each pair of ranks, and each line would
+    repeat what all pairs before have found. Its lists only grow, or are replaced."""
 
     def __init__(self) -> None:
         self._told = Outcome([])

@@ -80,12 +80,7 @@ class _Worker:
         time is over, which ends the process."""
         assert self.task is not None
         if self.left <= 0 and not self.pipe.poll():
-            # its compiler's processes first, of which one hangs, say
-            with contextlib.suppress(psutil.Error):
-                for one in psutil.Process(self.process.pid).children(recursive=True):
-                    one.kill()
-            self.process.kill()
-            self.process.join()
+            self.kill()
             task, self.task = self.task, None
             cause = f"it took more than {_MOST_SECONDS:.0f} s, and the process that compiled it was ended"
             return Result(task, None, cause, time.monotonic() - self._started)
@@ -96,6 +91,19 @@ class _Worker:
             self.process.join()
             outcome, cause = None, _end(self.process.exitcode)
         return Result(task, outcome, cause, time.monotonic() - self._started)
+
+    def kill(self) -> None:
+        """End it and the compilers that it has started, which nothing else would end."""
+        compilers: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self.process.pid)
+            process.suspend()  # it starts no other one meanwhile
+            compilers = process.children(recursive=True)
+        self.process.kill()
+        self.process.join()
+        for one in compilers:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
 
 
 def results(tasks: deque[Task], jobs: int, begun: Callable[[Task], None]) -> Iterator[Result]:
@@ -141,14 +149,16 @@ def results(tasks: deque[Task], jobs: int, begun: Callable[[Task], None]) -> Ite
                 tasks += () if result.outcome is None else result.outcome.tasks
     finally:
         for worker in workers:
-            worker.process.kill()
+            worker.kill()
 
 
 def _serve(pipe: Connection, parent: int) -> None:
     """Body of a process: do what comes, until the parent goes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
-    with contextlib.suppress(EOFError, OSError):
+    # where it is refused, the pipe's end ends this process after its task
+    with contextlib.suppress(OSError):
         die_with_parent(parent)
+    with contextlib.suppress(EOFError, OSError):
         while True:
             task: Task = pipe.recv()
             try:

@@ -89,7 +89,8 @@ def address_of(plan: ServingPlan, line: Sequence[str]) -> tuple[str, int]:
     engine: Engine = ENGINES[plan.engine]
     port = value_of(line, "--port")
     if plan.url:
-        return plan.url, urlsplit(plan.url).port or 80
+        parts = urlsplit(plan.url)
+        return plan.url, parts.port or {"http": 80, "https": 443}[parts.scheme]
     if any(PORT in word for word in line):
         return "", 0
     if not port:

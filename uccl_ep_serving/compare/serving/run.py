@@ -1,7 +1,7 @@
 """One start of a comparison of servers: each is started, asked for greedy answers, warmed up, loaded, and stopped.
 
-Servers run one after another, since they need the same GPUs, in the order of a Williams design, another one each start,
-so that nobody is always first on a fresh machine. Rounds of one number get the same requests everywhere and are pairs.
+Servers run one after another, since they need the same GPUs, in the order of a row of a Williams design, so that
+nobody is always first on a fresh machine. Rounds of one number get the same requests everywhere and are pairs.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _measure(
                     engine, server.url, place.traces, plan.profiled_steps,
                     lambda: _ask(command, server.environment, result, once, timeout),
                 )  # fmt: skip
-            except (ServerFailed, ClientFailed, OSError) as error:
+            except (ServerFailed, ClientFailed, *_UNREADABLE) as error:
                 # the figures are there already
                 profile = f"{type(error).__name__}: {error}".splitlines()[0]
         command = server.launch.command(server.run_directory / "model", server.port)
