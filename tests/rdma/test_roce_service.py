@@ -25,23 +25,24 @@ WINDOW = 4 << 20
 
 
 class Pair:
-    """Two ranks with a service each, stepped in one thread."""
+    """Two ranks, or more, with a service each, stepped in one thread."""
 
     def __init__(self, network: MemoryNetwork, group, endpoints, settings: Settings) -> None:
         self.network, self.windows = network, group.windows
-        self.errors = [np.zeros(ERROR_WORDS, np.int64) for _ in range(2)]
+        ranks = len(endpoints)
+        self.errors = [np.zeros(ERROR_WORDS, np.int64) for _ in range(ranks)]
         self.services = [
             ProxyService(
                 rank=rank,
-                ranks=2,
+                ranks=ranks,
                 window=group.windows[rank].ctypes.data,
-                window_bytes=WINDOW,
+                window_bytes=len(group.windows[rank]),
                 settings=settings,
                 error=self.errors[rank].ctypes.data,
                 endpoints=[[endpoints[rank]]],
-                route=[-1 if peer == rank else 0 for peer in range(2)],
+                route=[-1 if peer == rank else 0 for peer in range(ranks)],
             )
-            for rank in range(2)
+            for rank in range(ranks)
         ]
         self.producer = RingProducer(self.services[0], 8)
 
@@ -81,6 +82,25 @@ def test_no_more_is_in_flight_than_the_nic_is_given(pair: Pair) -> None:
     assert np.array_equal(pair.windows[0], pair.windows[1])
 
 
+def test_nor_to_many_peers_with_nothing_in_flight_to_any() -> None:
+    """The proxy lets one write go to each of them; the NIC of each rank is its only one."""
+    ranks, settings = 16, Settings(nic_bytes_in_flight=256 << 10)
+    network = MemoryNetwork(ranks, delay=0.9)
+    with open_endpoints(network, ranks, 1 << 20, settings=settings) as (group, endpoints):
+        pair = Pair(network, group, endpoints, settings)
+        for peer in range(1, ranks):
+            pair.producer.put(Command(rank=peer, stream=8, source=0, target=0, length=64 << 10, last=True))
+        most, deadline = 0, time.monotonic() + 30
+        while not all(service.states[0].arrived[0, 8] for service in pair.services[1:]):
+            pair.step(0)
+            load = int(endpoints[0].state.rails[0, rc.LOAD])
+            assert load == pair.load
+            most = max(most, load)
+            pair.step(*range(1, ranks))
+            assert time.monotonic() < deadline
+        assert most == 256 << 10
+
+
 def test_a_failed_connection_is_the_loss_of_its_peer_with_the_cause(pair: Pair) -> None:
     pair.network.fail(pair.network.queue_pairs(0)[0], 1, codes.RETRY_EXC_ERR)
     for _ in range(3):
@@ -110,6 +130,7 @@ def test_a_busy_nic_does_not_stop_the_others_of_a_peer() -> None:
         pair = Pair(network, group, endpoints, settings)
         # streams 8 and 9 of rank 0 go over rails 1 and 0: the first in the list finds no room on its rail
         rails, links = endpoints[0].state.rails, endpoints[0].state.links
+        limit = int(rails[1, rc.BYTE_LIMIT])
         rails[1, rc.BYTE_LIMIT] = rails[1, rc.LOAD] = 1
         for stream in (8, 9):
             producer = RingProducer(pair.services[0], stream)
@@ -119,7 +140,7 @@ def test_a_busy_nic_does_not_stop_the_others_of_a_peer() -> None:
             pair.step(0, 1)
         assert list(links[2:4, rc.IMMEDIATES]) == [40, 0]
         # and what waited goes on
-        rails[1, rc.BYTE_LIMIT] = rails[1, rc.LOAD] = 0
+        rails[1, rc.BYTE_LIMIT], rails[1, rc.LOAD] = limit, 0
         for _ in range(12):
             pair.step(0, 1)
         assert list(links[2:4, rc.IMMEDIATES]) == [40, 40]

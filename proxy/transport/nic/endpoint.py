@@ -340,7 +340,7 @@ class NicEndpoint(ABC, Generic[RailT, AddressT, MemoryT]):
         keys = tuple(rail.register_device(start, nbytes, export, overlap, access) for rail in self._rails)
         self._device_bytes = nbytes
         if self._reads:
-            self._read_back(start)
+            self._read_back(start, keys)
         self.state.context[words.DEVICE_WINDOW] = start
         return DeviceOffer(start, nbytes, keys).encode()
 
@@ -372,8 +372,9 @@ class NicEndpoint(ABC, Generic[RailT, AddressT, MemoryT]):
         """See :class:`..base.DeviceReach`."""
         return 0 if self._fence is None else int(self._fence.ctypes.data)
 
-    def _read_back(self, start: int) -> None:
-        """Make :attr:`fence` a read of the device memory at ``start`` by each NIC. Raises TransportError."""
+    def _read_back(self, start: int, keys: Sequence[KeyTable]) -> None:
+        """Make :attr:`fence` a read of the device memory at ``start`` by each NIC, with its key for peers in ``keys``.
+        Raises TransportError."""
         raise TransportError(f"UCCL_EP_NIC_FLUSH=read: {self.name} has no such flush. Next step: unset it")
 
     def release_host(self) -> None:

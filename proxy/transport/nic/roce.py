@@ -29,6 +29,7 @@ from .defaults import Family, family_of, route
 from .endpoint import NicAddress, NicEndpoint, Rail, RailAddress, one_device_reports
 from .loopback import Loopback, fence_over
 from .roce_data import FUNCTIONS
+from .window import KeyTable
 
 #: An InfiniBand or Ethernet path MTU of 4096, as verbs counts them.
 _LARGEST_MTU = 5
@@ -145,7 +146,7 @@ class RoceRail(Rail):
         # Receives are posted in whole batches.
         return sends, receives // rc.RECEIVE_BATCH * rc.RECEIVE_BATCH
 
-    def enter(self, state: rc.RoceMemory, index: int, byte_limit: int) -> None:
+    def enter(self, state: rc.RoceMemory, index: int) -> None:
         """Tell the data path about this NIC, rail ``index``, and register the credit words with it."""
         self._index, self._state = index, state
         access = codes.ACCESS_LOCAL_WRITE | codes.ACCESS_REMOTE_WRITE
@@ -158,7 +159,7 @@ class RoceRail(Rail):
                 words.CQ: self.cq.address,
                 rc.POST_SEND: self.context.operation("post_send"),
                 rc.CREDIT_LKEY: self._credits.lkey,
-                rc.BYTE_LIMIT: byte_limit,
+                rc.BYTE_LIMIT: self.share,
             },
         )
 
@@ -312,8 +313,8 @@ class RoceEndpoint(NicEndpoint[RoceRail, RoceAddress, rc.RoceMemory]):
         )
         state.context[rc.MODIFY_QP] = library.address("ibv_modify_qp")
         for index, rail in enumerate(self._rails):
-            # With one NIC the caps of the proxy are its caps.
-            rail.enter(state, index, rail.share if len(self._rails) > 1 else 0)
+            # Also of one NIC: the proxy's caps let one write go to each idle peer, whatever is in flight.
+            rail.enter(state, index)
         self._data_path = DataPath(state.address, *FUNCTIONS.addresses)
         for peer in self._peers:
             for rail in self._rails:
@@ -384,11 +385,10 @@ class RoceEndpoint(NicEndpoint[RoceRail, RoceAddress, rc.RoceMemory]):
     def _reports(self, peer: int) -> str:
         return one_device_reports(self._failed_rail(peer))
 
-    def _read_back(self, start: int) -> None:
+    def _read_back(self, start: int, keys: Sequence[KeyTable]) -> None:
         self._loopbacks = []
-        for rail in self._rails:
-            key = rail.device_keys.keys[0]
-            self._loopbacks.append(rail.loopback(start, key))
+        for rail, remote in zip(self._rails, keys, strict=True):
+            self._loopbacks.append(rail.loopback(start, remote.keys[0]))
         self._fence = fence_over(self._loopbacks)
 
     def release_device(self) -> None:

@@ -68,7 +68,7 @@ def _open_link(context: int, link: int, nbytes: int) -> bool:
     # One write always goes: a limit smaller than it slows a NIC down and never stops it.
     # rule: roce: one write always goes
     # rule: roce: a NIC has no more in flight than its share
-    if limit > 0 and load > 0 and load + nbytes > limit:
+    if load > 0 and load + nbytes > limit:
         return False
     # rule: roce: an immediate goes out only when the peer has posted a receive for it
     return peek(link + 8 * rc.IMMEDIATES) < peek(link + 8 * rc.ALLOWED) or take_credit(context, link)
@@ -78,21 +78,18 @@ def _open_link(context: int, link: int, nbytes: int) -> bool:
 def _count_bytes(context: int, link: int, nbytes: int) -> None:
     """The next work request of the link puts ``nbytes`` bytes on its rail."""
     rail = peek(link + 8 * rc.RAIL)
-    if peek(rail + 8 * rc.BYTE_LIMIT) > 0:
-        slot = peek(link + 8 * rc.POSTED) % peek(context + 8 * rc.SEND_SLOTS)
-        poke(peek(link + 8 * rc.LENGTHS) + 8 * slot, nbytes)
-        poke(link + 8 * rc.LINK_LOAD, peek(link + 8 * rc.LINK_LOAD) + nbytes)
-        poke(rail + 8 * rc.LOAD, peek(rail + 8 * rc.LOAD) + nbytes)
+    slot = peek(link + 8 * rc.POSTED) % peek(context + 8 * rc.SEND_SLOTS)
+    poke(peek(link + 8 * rc.LENGTHS) + 8 * slot, nbytes)
+    poke(link + 8 * rc.LINK_LOAD, peek(link + 8 * rc.LINK_LOAD) + nbytes)
+    poke(rail + 8 * rc.LOAD, peek(rail + 8 * rc.LOAD) + nbytes)
 
 
 @inlined
 def _uncount_bytes(link: int, slot: int) -> None:
     """The write in ``slot`` of the link is off its rail."""
-    rail = peek(link + 8 * rc.RAIL)
-    if peek(rail + 8 * rc.BYTE_LIMIT) > 0:
-        nbytes = peek(peek(link + 8 * rc.LENGTHS) + 8 * slot)
-        poke(link + 8 * rc.LINK_LOAD, peek(link + 8 * rc.LINK_LOAD) - nbytes)
-        poke(rail + 8 * rc.LOAD, peek(rail + 8 * rc.LOAD) - nbytes)
+    rail, nbytes = peek(link + 8 * rc.RAIL), peek(peek(link + 8 * rc.LENGTHS) + 8 * slot)
+    poke(link + 8 * rc.LINK_LOAD, peek(link + 8 * rc.LINK_LOAD) - nbytes)
+    poke(rail + 8 * rc.LOAD, peek(rail + 8 * rc.LOAD) - nbytes)
 
 
 def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes: int, imm: int, wr_id: int) -> int:

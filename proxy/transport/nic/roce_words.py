@@ -44,8 +44,8 @@ DOORBELLS = words.OWN_CONTEXT + 21  # calls of post_send, for tests
 # --- a rail -----------------------------------------------------------------------------------------------------------
 POST_SEND = words.OWN_RAIL  # address of the provider's function
 CREDIT_LKEY = words.OWN_RAIL + 1  # the NIC's key of the memory of the credit words
-BYTE_LIMIT = words.OWN_RAIL + 2  # most bytes that the endpoint should have in flight on it, 0 = any number
-LOAD = words.OWN_RAIL + 3  # bytes in flight, counted where BYTE_LIMIT is set
+BYTE_LIMIT = words.OWN_RAIL + 2  # most bytes that the endpoint has in flight on it, but for one write that is longer
+LOAD = words.OWN_RAIL + 3  # bytes in flight
 
 # --- a link -----------------------------------------------------------------------------------------------------------
 QP = words.OWN_LINK  # address of the ibv_qp, 0 = none
@@ -69,7 +69,7 @@ POSTED_RECEIVES = words.OWN_LINK + 17  # receives posted
 GRANTED = words.OWN_LINK + 18  # of them, granted to the peer
 RECEIVE_CHAIN = words.OWN_LINK + 19  # address of RECEIVE_BATCH ibv_recv_wr, chained
 RAIL = words.OWN_LINK + 20  # address of its rail's record
-LENGTHS = words.OWN_LINK + 21  # address of int64[SEND_SLOTS]: bytes of each, kept where the rail has a BYTE_LIMIT
+LENGTHS = words.OWN_LINK + 21  # address of int64[SEND_SLOTS]: bytes of each
 LINK_LOAD = words.OWN_LINK + 22  # of the rail's LOAD, what this link has under way
 NEXT_PLACE = words.OWN_LINK + 23  # in the first link of a peer and rail: which of that rail's links writes next
 LINK_WORDS = words.OWN_LINK + 24
@@ -209,7 +209,7 @@ class RoceMemory(Memory):
                 QP: qp,
                 PEER: peer,
                 TICKETS: self._zeros(sends),
-                LENGTHS: self._zeros(sends) if self.rails[rail, BYTE_LIMIT] else 0,
+                LENGTHS: self._zeros(sends),
                 CREDIT_IN: self.credits_in.ctypes.data + 8 * index,
                 CREDIT_OUT: self.credits_out.ctypes.data + 8 * index,
                 RECEIVE_CHAIN: start,

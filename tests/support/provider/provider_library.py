@@ -368,7 +368,7 @@ class MemoryNetwork:
 
     def _reg_mr(self, rank: int, pd: int, start: int, nbytes: int, access: int) -> int:
         index = self.word(net.MR_COUNT)
-        key = index << 8 | (index * 37 + 11) % 251
+        key = index << 8 | (index * 37 + 11) % 127
         record = int(self._mrs.ctypes.data) + index * net.MR_RECORD
         for offset, value in (
             (net.MR_KEY, key),
@@ -381,7 +381,7 @@ class MemoryNetwork:
         self.words[net.MR_COUNT // 8] += 1
         context = PD.get(pd, "context")
         mr = self._create(
-            "mr", MR, 128, [pd], context=context, pd=pd, addr=start, length=nbytes, lkey=key, rkey=key
+            "mr", MR, 128, [pd], context=context, pd=pd, addr=start, length=nbytes, lkey=key, rkey=key ^ net.REMOTE_KEY
         )  # fmt: skip
         self._keys[mr] = record
         return mr

@@ -49,6 +49,8 @@ MAX_QPS = 4096
 MAX_MRS = 4096
 
 # --- a memory region: looked up by key >> 8, the low byte guards against keys of regions that are gone
+#: Where a region's rkey differs from its lkey: a NIC need not have one number for both.
+REMOTE_KEY = 0x80
 MR_KEY, MR_START, MR_BYTES, MR_ACCESS, MR_OWNER = range(0, 40, 8)
 MR_RECORD = 64
 
@@ -288,7 +290,7 @@ def bounds_status(network: int, flight: int) -> int:
     if not covers(network, peek(flight + F_LKEY), peek(flight + F_LOCAL), nbytes, 0):
         return _LOCAL_PROTECTION
     access = _REMOTE_READ if peek(flight + F_OPCODE) == _READ else _REMOTE_WRITE
-    if not covers(network, peek(flight + F_RKEY), peek(flight + F_REMOTE), nbytes, access):
+    if not covers(network, peek(flight + F_RKEY) ^ REMOTE_KEY, peek(flight + F_REMOTE), nbytes, access):
         return _REMOTE_ACCESS
     return 0
 

@@ -57,6 +57,9 @@ VIOLATION_DEADLOCK, VIOLATION_OVERFLOW, VIOLATION_RECEIVES, VIOLATION_NO_SESSION
 FLIGHT_WORDS = 16
 STAGE_PAYLOAD, STAGE_ARRIVE, STAGE_COMPLETE = 0, 1, 2
 
+#: Where a registration's rkey differs from its lkey: a NIC need not have one number for both.
+REMOTE_KEY = 1 << 16
+
 # --- a device -------------------------------------------------------------------------------------------------------
 D_FABRIC = 0
 D_KEYS = 1  # address of the registrations by key: start, length, access flags (0 = none)
@@ -229,7 +232,7 @@ def refusal(write: int) -> int:
         return _V_UNKNOWN
     if peek(target + 8 * Q_QKEY) != peek(write + 8 * F_QKEY):
         return _V_SILENT
-    if not covers(device, peek(write + 8 * F_RKEY), peek(write + 8 * F_REMOTE), length, 3):
+    if not covers(device, peek(write + 8 * F_RKEY) ^ REMOTE_KEY, peek(write + 8 * F_REMOTE), length, 3):
         return _V_ADDRESS
     return 0
 

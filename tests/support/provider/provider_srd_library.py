@@ -269,7 +269,8 @@ class SrdNetwork(MemoryNetwork):
             ctypes.set_errno(errno.ENOMEM)
             return 0
         keys[key] = start, nbytes, access, 0
-        values = {"context": PD.get(pd, "context"), "pd": pd, "addr": start, "length": nbytes, "lkey": key, "rkey": key}
+        values = {"context": PD.get(pd, "context"), "pd": pd, "addr": start, "length": nbytes, "lkey": key}
+        values["rkey"] = key ^ nic.REMOTE_KEY
         mr = self._create("mr", MR, 128, [pd], **values)
         self._key[mr] = index, key
         return mr
