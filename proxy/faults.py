@@ -85,7 +85,6 @@ def _drop_peer(state: int, peer: int, new_state: int) -> None:
         if peek(record + words.ENQUEUED) == 0 and peek(record + words.QUEUE_HEAD) == 0:
             continue
         release_queue(state, entry, record)
-        poke(record + words.WAITING, 0)
         give_back(state, entry, record, index)
     poke(state + words.LOAD, peek(state + words.LOAD) - peek(entry + words.PEER_LOAD))
     poke(state + words.CREDITS, peek(state + words.CREDITS) - peek(entry + words.PEER_CREDITS))

@@ -66,9 +66,10 @@ def drop_first(state: int, entry: int, record: int) -> None:
 
 @compiled
 def release_queue(state: int, entry: int, record: int) -> None:
-    """Free all queued commands of a stream. It stays in the round-robin list until its time slice finds it empty."""
+    """Discard all queued commands of a stream. It stays in the round-robin list until its time slice finds it empty."""
     while peek(record + words.QUEUE_HEAD):
         drop_first(state, entry, record)
+        words.count(state, words.C_DISCARDED)
 
 
 @compiled

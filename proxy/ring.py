@@ -140,6 +140,7 @@ def _set_aside(state: int, entry: int, record: int, index: int, low: int, high: 
         poke(record + words.ENQUEUED, peek(record + words.ENQUEUED) + last)
         words.count(state, words.C_QUEUED)
         return True
+    poke(record + words.WAITING, peek(record + words.WAITING) + last)
     poke(record + words.ENQUEUED, peek(record + words.ENQUEUED) + last)
     # Nobody shall wait for a slot whose message can never leave.
     faults.give_back(state, entry, record, index)

@@ -118,7 +118,7 @@ ENDPOINT_ENTRY = 64
 NEXT = 0  # writes posted: number of the next one (never wraps)
 CREDITED = 8  # writes covered by the prefix that the receiver returned
 ENQUEUED = 16  # messages whose last command was taken from the ring
-WAITING = 24  # messages among them whose last write was not posted
+WAITING = 24  # messages among them whose last write was not posted; of a lost peer, never
 QUEUE_HEAD = 32  # first and last queue node + 1, 0 = empty
 QUEUE_TAIL = 40
 READY = 48  # 1 when in the round-robin list

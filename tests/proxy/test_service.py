@@ -29,6 +29,7 @@ from uccl_ep_serving.proxy.loop import DIED, LOOP, SLEEP_MOST, STOPPED
 from uccl_ep_serving.proxy.sequence import TICKET
 from uccl_ep_serving.proxy.service import ProxyService
 from uccl_ep_serving.proxy.transport.base import DOWN, SENT
+from uccl_ep_serving.variables import LEAST_IN_FLIGHT
 
 
 def _put(world: World, length: int = 64, *, rank: int = 0, peer: int = 1, stream: int = LL_DISPATCH) -> None:
@@ -333,6 +334,28 @@ def test_a_lost_peer_is_named_until_it_is_forgotten() -> None:
         service.check()
 
 
+@pytest.mark.parametrize("lost", [True, False], ids=["lost", "forgotten"])
+def test_what_waited_for_a_peer_that_is_gone_is_not_counted_as_sent(lost: bool) -> None:
+    """A flight record is read for just that: did it reach the network?"""
+    world = World(2, 1 << 16, peer_bytes_in_flight=LEAST_IN_FLIGHT, bytes_in_flight=LEAST_IN_FLIGHT)
+    for _ in range(20):
+        _put(world, 16384)
+    for _ in range(3):
+        world.services[0].step()
+    before = world.services[0].counters()["total"]
+    assert 0 < before["messages_sent"] < 20
+    if lost:
+        world.fabric.endpoint(0).inject(DOWN, 0, 1, 0)
+    else:
+        world.services[0].forget(1)
+    world.services[0].step()
+    total = world.services[0].counters()["total"]
+    assert total["messages_sent"] == before["messages_sent"]
+    assert total["discarded"] == 20 - before["messages_sent"]
+    assert total["queue_depth"] == 0
+    assert world.completed(0, 1, LL_DISPATCH) == 20
+
+
 def test_commands_for_a_forgotten_peer_complete_at_once() -> None:
     """A kernel that had not seen the mask yet must not wait for its slots for ever."""
     world = World(3, 1 << 16)
@@ -345,6 +368,7 @@ def test_commands_for_a_forgotten_peer_complete_at_once() -> None:
     total = world.services[0].counters()["total"]
     assert total["discarded"] == 1
     assert total["writes"] == 1
+    assert total["messages_sent"] == 1
     assert world.services[0].drain(time.monotonic() + 1)
     with pytest.raises(ConfigError, match="cannot forget rank 0"):
         world.services[0].forget(0)
