@@ -301,6 +301,7 @@ def result(**values: Any) -> dict[str, Any]:
         "card": one.as_dict(),
         "machine": {**describe(), "commit": "abc"},
         "settings": {"shm": {"UCCL_EP_TRANSPORT": "shm", "UCCL_EP_PROXIES": 1}},
+        "common_start": True,
         "us": {"shm": {"dispatch": figures, "combine": figures}, "gloo": {"dispatch": figures, "combine": figures}},
         "ratio": {"shm": {"gloo": {"dispatch": {"median": 2.5, "p10": 2.0, "p90": 3.0}}}},
         "wire": {
@@ -340,6 +341,11 @@ class TestReport:
     def test_what_was_verified_is_not_called_more_than_it_is(self, changes: dict[str, Any], words: str) -> None:
         of_these = result(card=card(name="easy", paths=["shm"], **changes).as_dict())
         assert f"{words} against the oracle on every rank" in bench_report.markdown(of_these)
+
+    @pytest.mark.parametrize("together", [True, False])
+    def test_ranks_that_do_not_start_at_one_instant_are_told(self, together: bool) -> None:
+        said = bench_report.machine_line(result(common_start=together))
+        assert said.endswith("; ranks start after a barrier, not at one instant") != together
 
     def test_changed_settings_are_shown(self) -> None:
         from rich.console import Console

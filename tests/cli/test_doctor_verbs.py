@@ -96,6 +96,20 @@ def test_devices_are_enumerated_with_what_they_can_do(pyverbs: None) -> None:
     assert "Permission denied" in found["broken0 (pyverbs)"].value
 
 
+def test_a_kernel_without_rdma_is_no_problem(pyverbs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an image for nodes with NICs and without."""
+
+    def get_device_list() -> list[Any]:
+        raise RuntimeError("Failed to get devices list")
+
+    from pyverbs import device
+
+    monkeypatch.setattr(device, "get_device_list", get_device_list)
+    *_, found = examine_with_bindings()
+    assert (found.name, found.status) == ("pyverbs", Status.NOTE)
+    assert found.value == "finds no devices: Failed to get devices list"
+
+
 def test_what_the_import_does_to_logging_is_undone(pyverbs: None) -> None:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level

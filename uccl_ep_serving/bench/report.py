@@ -49,7 +49,9 @@ def machine_line(result: Result) -> str:
         f"top-{card['topk']} of {card['experts']} experts"
     )
     place = f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, load {load}"
-    return f"{work}; commit {machine['commit'] or 'unknown'}; {place}; {versions}; {machine['when']}"
+    # ranks of several hosts, or more than cores: the time until the last has left the barrier is in each sample
+    start = "" if result["common_start"] else "; ranks start after a barrier, not at one instant"
+    return f"{work}; commit {machine['commit'] or 'unknown'}; {place}; {versions}; {machine['when']}{start}"
 
 
 def _changed(settings: Mapping[str, Any]) -> str:
