@@ -164,7 +164,7 @@ def test_no_write_into_device_memory_may_pass_another(pair: Pair) -> None:
         pair.offer(1)
         assert asked
         assert not any(asked)
-        nic_window.register_host(pair.endpoints[0]._rails[0].pd, pair.windows[0].ctypes.data, HOST_BYTES, 0).close()
+        nic_window.register_host(pair.endpoints[0]._rails[0].pd, pair.windows[0].ctypes.data, HOST_BYTES).close()
         assert asked[-1] == relaxed
 
 

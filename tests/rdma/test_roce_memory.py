@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.support.contract import Group, OpenGroup, Port, Traffic, TransportContract, pattern
-from tests.support.memory_endpoints import endpoint, open_endpoints
+from tests.support.memory_endpoints import connect, endpoint, open_endpoints
 from tests.support.provider import provider_network as net
 from tests.support.provider.provider_library import MemoryNetwork
 from uccl_ep_serving.config import Settings
@@ -306,6 +306,7 @@ class TestDeviceMemory:
     def open_chunked(self, monkeypatch: pytest.MonkeyPatch) -> OpenGroup:
         # monkeypatched: a chunk is 1 GiB, and a test must not need that much
         monkeypatch.setattr(nic_window, "CHUNK_SHIFT", 16)
+        monkeypatch.setattr(nic_window, "OVERLAP_BYTES", 1 << 16)
 
         @contextlib.contextmanager
         def open_group(ranks: int, window_bytes: int) -> Iterator[tuple[MemoryNetwork, Group, list[np.ndarray]]]:
@@ -326,6 +327,30 @@ class TestDeviceMemory:
     @staticmethod
     def export(start: int, nbytes: int) -> tuple[int, int]:
         return os.memfd_create("dma-buf"), 0
+
+    @pytest.mark.parametrize("lengths", [(1 << 16, 4096), (4096, 1 << 16)], ids=["to shorter ones", "to longer ones"])
+    def test_writes_across_chunks_of_a_rank_with_other_nics(
+        self, monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int]
+    ) -> None:
+        """Or with another UCCL_EP_NIC_BYTES_IN_FLIGHT: its own writes are shorter, and those of its peers are not."""
+        monkeypatch.setattr(nic_window, "CHUNK_SHIFT", 16)
+        monkeypatch.setattr(nic_window, "OVERLAP_BYTES", 1 << 16)
+        monkeypatch.setattr(nic_window, "WHOLE_BYTES", 1 << 16)
+        network, windows = MemoryNetwork(2), [np.zeros(1 << 20, np.uint8) for _ in range(2)]
+        ends = [endpoint(network, rank, windows[rank], ranks=2, max_write=lengths[rank]) for rank in range(2)]
+        try:
+            connect(ends)
+            ports = [Port(Group(ends, windows, network.kill), rank) for rank in range(2)]
+            nbytes = lengths[0]
+            source, target = (3 << 16) - 16, (5 << 16) - 32
+            windows[0][source : source + nbytes] = pattern(1, nbytes)
+            assert ports[0].post(1, source, target, nbytes, imm(0, 0), 0) == ACCEPTED
+            ports[0].flush()
+            poll_until(ports[1], ARRIVED)
+            assert np.array_equal(windows[1][target : target + nbytes], pattern(1, nbytes))
+        finally:
+            for one in ends:
+                one.close()
 
     def test_writes_across_chunks_arrive_whole(self, open_chunked) -> None:
         before = len(os.listdir("/proc/self/fd"))

@@ -141,7 +141,7 @@ class EfaRail(Rail):
         """Register the window and make the queue pair. Raises TransportError."""
         limits = self.limits
         self.depths = choose_depths(limits, self.context.limits.max_cqe, ranks - 1, self.device)
-        self.furnish(self.depths.completions, window, window_bytes, min(limits.max_write, MAX_WRITE_BYTES))
+        self.furnish(self.depths.completions, window, window_bytes)
         # 31 bits: the upper half of the space of QKEYs is reserved to the kernel.
         self.qkey = secrets.randbits(31)
         sends, receives = self.depths.sends, self.depths.receives

@@ -117,12 +117,11 @@ class Rail:
             )
         return port
 
-    def furnish(self, entries: int, window: int, window_bytes: int, max_write: int) -> None:
-        """Make a completion queue of ``entries`` entries and register the window, for writes of up to ``max_write``
-        bytes. Raises TransportError."""
+    def furnish(self, entries: int, window: int, window_bytes: int) -> None:
+        """Make a completion queue of ``entries`` entries and register the window. Raises TransportError."""
         self.pd = ProtectionDomain(self.context)
         self.cq = CompletionQueue(self.context, entries)
-        self.region = register_host(self.pd, window, window_bytes, max_write)
+        self.region = register_host(self.pd, window, window_bytes)
 
     def post_receives(self, queue: int, chain: int, times: int) -> None:
         """Post the chain of receives at address ``chain`` on a queue pair, so often. Raises TransportError."""
@@ -132,7 +131,7 @@ class Rail:
             if status:
                 raise self.context.library.refused("post_recv", abs(status), self.device, "posting receives")
 
-    def register_device(self, start: int, nbytes: int, export: Export, overlap: int, access: int) -> KeyTable:
+    def register_device(self, start: int, nbytes: int, export: Export, access: int) -> KeyTable:
         """Register device memory beside the window; the keys for peers. Raises TransportError, also when there is such
         memory already: its keys would be lost while peers use them."""
         if self._device_region is not None:
@@ -141,7 +140,7 @@ class Rail:
                 "theirs up twice in one epoch. Next step: close this Buffer on all ranks and build the group again",
                 device=self.device,
             )
-        self._device_region = register_device(self.pd, start, nbytes, export, overlap, access)
+        self._device_region = register_device(self.pd, start, nbytes, export, access)
         return self._device_region.remote
 
     @property
@@ -334,10 +333,9 @@ class NicEndpoint(ABC, Generic[RailT, AddressT, MemoryT]):
 
     def offer_device(self, start: int, nbytes: int, export: Export) -> bytes:
         """See :class:`..base.DeviceReach`."""
-        overlap = self._capabilities.max_write
         # what a NIC reads of its own peers do not: their queue pairs have no right to read
         access = ACCESS | (codes.ACCESS_REMOTE_READ if self._reads else 0)
-        keys = tuple(rail.register_device(start, nbytes, export, overlap, access) for rail in self._rails)
+        keys = tuple(rail.register_device(start, nbytes, export, access) for rail in self._rails)
         self._device_bytes = nbytes
         if self._reads:
             self._read_back(start, keys)

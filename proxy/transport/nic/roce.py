@@ -299,7 +299,7 @@ class RoceEndpoint(NicEndpoint[RoceRail, RoceAddress, rc.RoceMemory]):
             most += [rail.share // 4 // UNIT * UNIT for rail in self._rails]
         for rail in self._rails:
             self._monitor.look()
-            rail.furnish(links * (sends + receives), self._window, self._window_bytes, min(most))
+            rail.furnish(links * (sends + receives), self._window, self._window_bytes)
         self._state = state = rc.RoceMemory(
             rank=self._rank,
             ranks=self._ranks,

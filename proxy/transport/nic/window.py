@@ -17,13 +17,15 @@ from typing import NamedTuple
 import msgspec
 
 from ....errors import TransportError
+from ....protocol.command import MAX_WRITE_BYTES
 from ..verbs import codes
 from ..verbs.device import open_device
 from ..verbs.library import VerbsLibrary, load_libibverbs
 from ..verbs.objects import MemoryRegion, ProtectionDomain
 
-#: log2 of the bytes of a chunk.
-CHUNK_SHIFT = 30
+#: log2 of the bytes of a chunk, and bytes that it reaches into the next one: a write cannot be cut in two, and must lie
+#: whole in the chunk in which it starts. That of a peer may be longer than any of this rank.
+CHUNK_SHIFT, OVERLAP_BYTES = 30, MAX_WRITE_BYTES
 #: Most bytes of host memory in one region: a NIC has a table entry for each page, and so many of 4 KiB. ofiwg/libfabric
 #: issue 10402 (EFA: 4 GiB), SemiAnalysisAI/InferenceX pull request 3330 (Pollara takes 2 GiB and refuses 3).
 WHOLE_BYTES = 2 << 30
@@ -99,14 +101,12 @@ class WindowRegion(NamedTuple):
             region.close()
 
 
-def register_host(pd: ProtectionDomain, start: int, nbytes: int, overlap: int) -> WindowRegion:
+def register_host(pd: ProtectionDomain, start: int, nbytes: int) -> WindowRegion:
     """Register [start, start + nbytes) of host memory so that peers may write it and the NIC may read it.
 
     Args:
         pd: protection domain; the regions end with it.
         start, nbytes: the memory.
-        overlap: bytes that a chunk reaches into the next one: a write cannot be cut in two, and must lie whole in the
-            chunk in which it starts.
 
     Raises:
         TransportError: the NIC refuses the memory.
@@ -115,11 +115,11 @@ def register_host(pd: ProtectionDomain, start: int, nbytes: int, overlap: int) -
     # 0: the device does not say
     if nbytes <= min(pd.context.limits.max_mr_size or nbytes, WHOLE_BYTES):
         return WindowRegion(WHOLE_SHIFT, [MemoryRegion(pd, start, nbytes, access)], "host memory")
-    return WindowRegion(CHUNK_SHIFT, _register_chunks(pd, start, nbytes, overlap, access), "host memory")
+    return WindowRegion(CHUNK_SHIFT, _register_chunks(pd, start, nbytes, access), "host memory")
 
 
 def register_device(
-    pd: ProtectionDomain, start: int, nbytes: int, export: Export, overlap: int, access: int = ACCESS
+    pd: ProtectionDomain, start: int, nbytes: int, export: Export, access: int = ACCESS
 ) -> WindowRegion:
     """Register device memory [start, start + nbytes) in the same way.
 
@@ -127,7 +127,6 @@ def register_device(
         pd: protection domain; the regions end with it.
         start, nbytes: the memory.
         export: makes a dma-buf of a part of it.
-        overlap: see :func:`register_host`.
         access: ``ACCESS_*`` of the regions.
 
     Raises:
@@ -138,7 +137,7 @@ def register_device(
     except TransportError as error:
         refusal = error
     try:
-        return WindowRegion(CHUNK_SHIFT, _register_chunks(pd, start, nbytes, overlap, access, export), "dma-buf")
+        return WindowRegion(CHUNK_SHIFT, _register_chunks(pd, start, nbytes, access, export), "dma-buf")
     except TransportError as error:
         raise TransportError(
             f"{pd.device}: GPUDirect works in no way. Directly (needs nvidia-peermem or AMD's peer-memory module): "
@@ -152,17 +151,17 @@ def reach(library: VerbsLibrary | None, device: str, start: int, nbytes: int, ex
     """How ``device`` reaches device memory, in words. Opens it for a moment; arguments and errors are those of
     :func:`register_device`, and None is this machine's library."""
     with open_device(library or load_libibverbs(), device) as context:
-        return register_device(ProtectionDomain(context), start, nbytes, export, 0).way
+        return register_device(ProtectionDomain(context), start, nbytes, export).way
 
 
 def _register_chunks(
-    pd: ProtectionDomain, start: int, nbytes: int, overlap: int, access: int, export: Export | None = None
+    pd: ProtectionDomain, start: int, nbytes: int, access: int, export: Export | None = None
 ) -> list[MemoryRegion]:
     """Regions of 1 GiB and the overlap each; all or none."""
     regions: list[MemoryRegion] = []
     try:
         for offset in range(0, nbytes, 1 << CHUNK_SHIFT):
-            part = min(nbytes - offset, (1 << CHUNK_SHIFT) + overlap)
+            part = min(nbytes - offset, (1 << CHUNK_SHIFT) + OVERLAP_BYTES)
             if export is None:
                 regions.append(MemoryRegion(pd, start + offset, part, access))
                 continue

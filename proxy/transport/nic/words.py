@@ -123,7 +123,7 @@ def peer_record(context: int, rank: int) -> int:
 def own_key(link: int, kind: int, offset: int) -> int:
     """The NIC's key of the chunk of the own window in which ``offset`` lies; ``kind``: 0 = host memory, 1 = device.
 
-    A write lies whole in the chunk in which it starts, at either end: chunks overlap by the longest write.
+    A write lies whole in the chunk in which it starts, at either end: chunks overlap (:mod:`.window`).
     """
     place = link + 8 * DEVICE_KEYS * kind
     return peek(peek(place + 8 * KEYS) + 8 * (offset >> peek(place + 8 * SHIFT)))
