@@ -434,9 +434,9 @@ class TestControlPath:
         paths: list[Path] = []
         connect = QueuePair.connect
 
-        def noted(link: QueuePair, path: Path, number: int, doing: str) -> None:
+        def noted(link: QueuePair, path: Path, *others: Any, **named: int) -> None:
             paths.append(path)
-            connect(link, path, number, doing)
+            connect(link, path, *others, **named)
 
         monkeypatch.setattr(QueuePair, "connect", noted)
         network = MemoryNetwork(2)
@@ -497,12 +497,13 @@ class TestControlPath:
             (lambda a: msgspec.msgpack.encode({**a, "type": "roce 1"}), "is not the address of a roce endpoint"),
             (lambda a: msgspec.msgpack.encode(a)[:-1], "is not the address of a roce endpoint"),
             (lambda a: _with_rail(a, numbers={}), r"its \[0\] queue pairs"),
+            (lambda a: _with_rail(a, psn=1 << 24), "is not the address of a roce endpoint"),
             (lambda a: _with_rail(a, gid=b"short"), "a GID of 5 bytes"),
             (lambda a: _with_rail(a, keys={"shift": 10, "keys": [1]}), "1 keys of a window"),
             (lambda a: msgspec.msgpack.encode({**a, "rails": []}), r"its \[\] queue pairs"),
             (lambda a: msgspec.msgpack.encode({**a, "proxy": 3}), "Start all ranks with the same settings"),
         ],
-        ids=["empty", "other version", "cut", "no queue pair", "GID", "few keys", "no rail", "other proxy"],
+        ids=["empty", "other version", "cut", "no queue pair", "packet", "GID", "few keys", "no rail", "other proxy"],
     )
     def test_a_strange_address_is_refused_by_name(self, change, words: str) -> None:
         network = MemoryNetwork(2)
@@ -513,6 +514,18 @@ class TestControlPath:
         for one in ends:
             one.close()
         assert not +network.objects
+
+    def test_queue_pairs_begin_at_another_packet_in_each_epoch(self) -> None:
+        """What a rank that was given up repeats is nothing that a queue pair with an old number waits for."""
+        network = MemoryNetwork(2)
+        psns = set()
+        for _ in range(3):
+            ends = [endpoint(network, rank, np.zeros(4096, np.uint8), ranks=2) for rank in range(2)]
+            psns |= {msgspec.msgpack.decode(one.address())["rails"][0]["psn"] for one in ends}
+            connect(ends)
+            for one in ends:
+                one.close()
+        assert len(psns) > 3
 
     def test_a_refused_connection_names_the_peer_and_the_cause(self) -> None:
         network = MemoryNetwork(2)

@@ -213,9 +213,9 @@ class TestConnecting:
         addresses = [one.address() for one in ends]
         real, connected = QueuePair.connect, []
 
-        def slow(self: QueuePair, *arguments: Any) -> None:
+        def slow(self: QueuePair, *arguments: Any, **named: int) -> None:
             nonlocal dead
-            real(self, *arguments)
+            real(self, *arguments, **named)
             connected.append(self.number)
             dead = True
             time.sleep(LOOK_SECONDS)

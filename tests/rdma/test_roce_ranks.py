@@ -228,8 +228,8 @@ def test_a_rank_that_dies_while_others_connect_is_named_soon(kind: str, monkeypa
         died.append(time.monotonic())
         raise KeyboardInterrupt
 
-    def slow(self: Any, *arguments: Any) -> None:
-        make(self, *arguments)
+    def slow(self: Any, *arguments: Any, **named: int) -> None:
+        make(self, *arguments, **named)
         time.sleep(0.6)
 
     goodbye = ControlMesh.goodbye

@@ -15,6 +15,8 @@ __all__ = ["PyverbsPeer"]
 
 #: Posted by the peer: as many messages may be sent to it.
 _RECEIVES = 64
+#: Number of its first packet.
+_PSN = 0x5EED
 
 
 class PyverbsPeer:
@@ -69,9 +71,10 @@ class PyverbsPeer:
             "mtu": 3,  # 1024
             "keys": {"shift": 62, "keys": [self.window.rkey]},
             "credit_key": self.credits.rkey,
+            "psn": _PSN,
             "numbers": {0: [self.qp.qp_num]},
         }
-        head = {"type": "roce 2", "rank": 1, "ranks": 2, "proxy": 0, "qps": 1, "receives": _RECEIVES}
+        head = {"type": "roce 3", "rank": 1, "ranks": 2, "proxy": 0, "qps": 1, "receives": _RECEIVES}
         places = {"window": self.window.buf, "window_bytes": self.nbytes, "credits": self.credits.buf}
         return msgspec.msgpack.encode({**head, **places, "rails": [rail]})
 
@@ -89,6 +92,7 @@ class PyverbsPeer:
         attributes = self.attributes
         attributes.ah_attr = AHAttr(gr=route, dlid=rail["lid"], is_global=int(self.routed), port_num=self.port)
         attributes.dest_qp_num, attributes.path_mtu = number, 3
+        attributes.rq_psn, attributes.sq_psn = rail["psn"], _PSN
         attributes.max_rd_atomic = attributes.max_dest_rd_atomic = 1
         attributes.min_rnr_timer, attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = 12, 14, 7, 7
         self.qp.to_rtr(attributes)

@@ -11,9 +11,12 @@ those.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from ....config import Settings
 from ....errors import BootstrapError, ConfigError, TransportError
@@ -39,6 +42,8 @@ _LARGEST_MTU = 5
 _REQUESTS = 1 << 16
 #: Least bytes in flight that sharing a NIC leaves to an endpoint.
 _LEAST_SHARE = 64 << 10
+#: Of the number of a packet (InfiniBand Architecture Specification, base transport header).
+_PSN_BITS = 24
 
 
 class RoceRailAddress(RailAddress, frozen=True):
@@ -48,16 +53,19 @@ class RoceRailAddress(RailAddress, frozen=True):
         lid: of its port.
         mtu: of its path, the verbs number.
         credit_key: rkey of the credit words.
+        psn: number of the first packet of each queue pair. Drawn for each epoch: what a rank that was given up still
+            repeats may come to a queue pair that has the number of an earlier one, and must not count there.
         numbers: by rank, the queue pairs that wait for it.
     """
 
     lid: int
     mtu: int
     credit_key: int
+    psn: Annotated[int, msgspec.Meta(ge=0, lt=1 << _PSN_BITS)]
     numbers: dict[int, tuple[int, ...]]
 
 
-class RoceAddress(NicAddress, frozen=True, tag="roce 2"):
+class RoceAddress(NicAddress, frozen=True, tag="roce 3"):
     """An endpoint of this transport.
 
     Attributes:
@@ -103,6 +111,7 @@ class RoceRail(Rail):
     def __init__(self, library: VerbsLibrary, nic: NicPort, settings: Settings) -> None:
         super().__init__(library, nic.device, nic.port, settings.nic_gid_index)
         self._sharers, self._settings = nic.sharers, settings
+        self._psn = secrets.randbits(_PSN_BITS)
         self.links: dict[int, list[QueuePair]] = {}
         try:
             self.family: Family = family_of(self.context.limits.vendor)
@@ -178,7 +187,7 @@ class RoceRail(Rail):
         """What peers need to connect to this NIC."""
         numbers = {peer: tuple(link.number for link in links) for peer, links in self.links.items()}
         return RoceRailAddress(
-            self.gid.raw, self.region.remote, self.port.lid, self.port.mtu, self._credits.rkey, numbers
+            self.gid.raw, self.region.remote, self.port.lid, self.port.mtu, self._credits.rkey, self._psn, numbers
         )
 
     def connect(self, peer: int, rank: int, there: RoceRailAddress, credits: int, look: Callable[[], None]) -> str:
@@ -210,7 +219,8 @@ class RoceRail(Rail):
         numbers = there.numbers[rank]
         for place, link in enumerate(self.links[peer]):
             look()
-            link.connect(path, numbers[place], f"connecting {self.gid} to rank {peer}")
+            doing = f"connecting {self.gid} to rank {peer}"
+            link.connect(path, numbers[place], doing, psn=self._psn, peer_psn=there.psn)
             index = state.link_index(peer, self._index, place)
             record = state.links[index]
             state.credits_out[index] = record[rc.GRANTED]

@@ -190,13 +190,15 @@ class QueuePair(VerbsObject):
         mask = codes.QP_STATE | codes.QP_PKEY_INDEX | codes.QP_PORT | codes.QP_ACCESS_FLAGS
         self.modify(attributes, mask, f"preparing a queue pair on port {port}")
 
-    def connect(self, path: Path, number: int, doing: str) -> None:
-        """INIT -> RTR -> RTS, to queue pair ``number`` at the other end of ``path``."""
+    def connect(self, path: Path, number: int, doing: str, *, psn: int = 0, peer_psn: int = 0) -> None:
+        """INIT -> RTR -> RTS, to queue pair ``number`` at the other end of ``path``; ``psn`` and ``peer_psn``: numbers
+        of the first packets of this end and of the other."""
         attributes = Block(
             QP_ATTR,
             qp_state=codes.QPS_RTR,
             path_mtu=path.mtu,
             dest_qp_num=number,
+            rq_psn=peer_psn,
             max_dest_rd_atomic=1,
             min_rnr_timer=path.rnr_timer,
         )
@@ -209,6 +211,7 @@ class QueuePair(VerbsObject):
             timeout=path.timeout,
             retry_cnt=path.retries,
             rnr_retry=path.rnr_retries,
+            sq_psn=psn,
             max_rd_atomic=1,
         )
         mask = codes.QP_STATE | codes.QP_TIMEOUT | codes.QP_RETRY_CNT | codes.QP_RNR_RETRY | codes.QP_SQ_PSN

@@ -81,7 +81,9 @@ QP_FAIL_AT = 624  # injected: the work request with this number fails, -1 = none
 QP_FAIL_STATUS = 632
 QP_SIGNAL_ALL = 640
 QP_OWNER = 648  # device (rank) that it belongs to
-QP_PRIVATE_SRD = 656  # words of the SRD provider from here on
+QP_SQ_PSN = 656  # of the first packet of this end (RC)
+QP_RQ_PSN = 664  # of the first packet that the other end is expected to send (RC)
+QP_PRIVATE_SRD = 672  # words of the SRD provider from here on
 QP_BYTES = 1024
 
 # --- a work request under way
@@ -306,6 +308,9 @@ def land(network: int, qp: int, flight: int, needs_receive: bool) -> int:
         return -status
     nbytes, remote, local = peek(flight + F_NBYTES), peek(flight + F_REMOTE), peek(flight + F_LOCAL)
     target = qp_at(network, peek(flight + F_DESTINATION))
+    if peek(target + QP_RQ_PSN) != peek(qp + QP_SQ_PSN):
+        # its packets are none that the other end waits for
+        return -_RETRY
     immediate = peek(flight + F_OPCODE) == _WRITE_IMM
     if peek(flight + F_OPCODE) == _READ:
         remote, local = local, remote

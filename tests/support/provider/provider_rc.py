@@ -23,6 +23,8 @@ from tests.support.provider.provider_network import (
     QP_LANDED,
     QP_NETWORK,
     QP_POSTED,
+    QP_RQ_PSN,
+    QP_SQ_PSN,
     QP_WAITING_SINCE,
     STEPS,
     accept,
@@ -53,8 +55,9 @@ _REMOTE, _RKEY = SEND_WR["wr.rdma.remote_addr"], SEND_WR["wr.rdma.rkey"]
 _ADDR, _LENGTH, _LKEY = SGE["addr"], SGE["length"], SGE["lkey"]
 _STATE = QP["state"]
 _ATTR_STATE, _ATTR_DESTINATION = QP_ATTR["qp_state"], QP_ATTR["dest_qp_num"]
+_RQ_PSN, _SQ_PSN = QP_ATTR["rq_psn"], QP_ATTR["sq_psn"]
 _SIGNALED = codes.SEND_SIGNALED
-_DESTINATION_MASK = codes.QP_DEST_QPN
+_DESTINATION_MASK, _RQ_PSN_MASK, _SQ_PSN_MASK = codes.QP_DEST_QPN, codes.QP_RQ_PSN, codes.QP_SQ_PSN
 _RTS, _ERR, _RESET = codes.QPS_RTS, codes.QPS_ERR, codes.QPS_RESET
 _RETRY = codes.RETRY_EXC_ERR
 _ENOMEM, _EINVAL = 12, 22
@@ -192,5 +195,9 @@ def modify_qp(qp: int, attributes: int, mask: int) -> int:
         return _EINVAL
     if mask & _DESTINATION_MASK:
         poke(qp + QP_DESTINATION, peek32(attributes + _ATTR_DESTINATION) - FIRST_NUMBER)
+    if mask & _RQ_PSN_MASK:
+        poke(qp + QP_RQ_PSN, peek32(attributes + _RQ_PSN))
+    if mask & _SQ_PSN_MASK:
+        poke(qp + QP_SQ_PSN, peek32(attributes + _SQ_PSN))
     poke32(qp + _STATE, state)
     return 0
