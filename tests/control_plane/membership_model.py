@@ -70,7 +70,11 @@ class _Rank:
 
 
 class World:
-    """``ranks`` machines of type ``machine``; ``waits``: by rank, for whom it waits when something fails."""
+    """``ranks`` machines of type ``machine``; ``waits``: by rank, for whom it waits when something fails.
+
+    Attributes:
+        notes, reports: that were sent, the latter in the former.
+    """
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class World:
         self._draw = random.Random(seed)
         self._delay = delay
         self.now = 0.0
+        self.notes = self.reports = 0
         self.waits = waits or {}
         self.ranks = [_Rank(machine(rank, ranks, lambda rank=rank: self._begin(rank))) for rank in range(ranks)]
         self._links: dict[tuple[int, int], deque[tuple[float, Note | str]]] = {
@@ -162,6 +167,8 @@ class World:
                 self._end(rank)
                 return
             one.sends_left -= 1
+            self.notes += 1
+            self.reports += len(note.reports)
             if frozenset((rank, peer)) in self._cut:
                 continue
             again = Note.decode(rank, note.encode(), len(self.ranks))

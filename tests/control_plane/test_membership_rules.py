@@ -154,11 +154,24 @@ def _what_a_connection_was_down_for(modules: _Modules) -> None:
 
 
 def _passes_reports_on(modules: _Modules) -> None:
+    """That of a rank that is dead, and that of one whose connection to the peer is down."""
+    for says in ({"accused": {2}}, {"down": {2}}):
+        machine: Membership = modules["membership"].Membership(0, 4)
+        machine.observe(lambda report: report.grown(accused={3}))
+        _says(machine, 1, {0, 1}, **says)
+        if "accused" in says:
+            machine.observe(lambda report: report.grown(dead={1}))
+        assert [note.reports.keys() for peer, note in machine.advance(0.01) if peer == 2] == [{0}]
+        assert [note.reports.keys() for peer, note in machine.advance(0.05) if peer == 2] == [{0, 1}]
+
+
+def _passes_all_on_in_the_end(modules: _Modules) -> None:
     machine: Membership = modules["membership"].Membership(0, 4)
     machine.observe(lambda report: report.grown(accused={3}))
     _says(machine, 1, {0, 1, 2}, accused={3})
-    assert [note.reports.keys() for peer, note in machine.advance(0.01) if peer == 2] == [{0}]
-    assert [note.reports.keys() for peer, note in machine.advance(0.05) if peer == 2] == [{0, 1}]
+    told = [note.reports.keys() for step in range(10) for peer, note in machine.advance(0.04 * step) if peer == 2]
+    assert told[0] == {0}
+    assert told[-1] == {0, 1}
 
 
 def _in_a_world(*faults: Any, left: set[int]) -> Callable[[_Modules], None]:
@@ -214,7 +227,10 @@ _RULES = {
         _in_a_world(Stall(3, 0, 3.0), Crash(2, 0.1), left={0, 1}),
     ),
     "a report reaches who is cut off from its rank": _Rule(
-        "membership", "(rank == self._rank or relay)", "rank == self._rank", _passes_reports_on
+        "membership", "cut_off = self._cut_off(ended) if relay else {}", "cut_off = {}", _passes_reports_on
+    ),
+    "a report that a peer lacks reaches it in the end": _Rule(
+        "membership", "everybody = self._reports.keys() if", "everybody = cut_off.keys() if", _passes_all_on_in_the_end
     ),
     "a rank that leaves since it is left out was not lost for that": _Rule(
         "membership",

@@ -20,7 +20,7 @@ sent. All of it belongs to one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from .reports import Note, Promise, Report, Wait
@@ -34,8 +34,8 @@ ANSWER_SECONDS = 0.4
 LIMIT_SECONDS = 1.0
 #: While nothing is agreed on, every rank says something this often.
 _REPEAT_SECONDS = 0.1
-#: A report that its own rank has not brought is passed on after this time.
-_RELAY_SECONDS = 0.02
+#: A report that its own rank cannot bring is passed on after this time, and after the second any that a peer lacks.
+_RELAY_SECONDS, _RELAY_ALL_SECONDS = 0.02, 0.3
 #: A connection that is down may be what is seen first of something else: that is waited for before it costs a rank.
 _GRACE_SECONDS = 0.1
 #: Longest step of the clock that counts: a rank that stood still itself waits again before it says anything of others.
@@ -62,6 +62,15 @@ class LostRank(NamedTuple):
         if self.loss is not None and self.loss.rule == "unreachable" and self.by == peer:
             return self.report.causes.get(min(self.report.down), "")
         return self.report.causes.get(peer, "")
+
+
+class _News(NamedTuple):
+    """What a rank has to say that nobody else can: its group, its report and proposal, the groups that it promised."""
+
+    number: int
+    report: Report | None
+    proposal: frozenset[int] | None
+    promised: tuple[tuple[int, frozenset[int]], ...]
 
 
 class Membership:
@@ -91,11 +100,21 @@ class Membership:
         self._begin = begin
         #: What this rank has seen of the present members, whether it was told already or not.
         self._own = Report()
-        #: By rank, what was said since something failed in the present group; empty while nothing has.
+        #: By rank, what was said since something failed in the present group; empty while nothing has. Who is lost by
+        #: that; None where it is to be found again.
         self._reports: dict[int, Report] = {}
-        #: By peer, what it said last in the present group, and what it was told last.
+        self._found: dict[int, Loss] | None = None
+        #: By peer, what it said last in the present group.
         self._notes: dict[int, Note] = {}
-        self._told: dict[int, Note] = {}
+        self._proposals: dict[int, frozenset[int]] = {}
+        #: What peers have to hear of this rank: by peer, what it was told last, and of others' reports which version.
+        self._news = _News(0, None, None, ())
+        self._told: dict[int, _News] = {}
+        self._relayed: dict[tuple[int, int], int] = {}
+        #: When it is looked again whether something is to be repeated or passed on.
+        self._due = 0.0
+        #: Every group that was proposed, once: of hundreds of ranks, groups are compared by identity.
+        self._groups: dict[frozenset[int], frozenset[int]] = {}
         #: By number and group, who has promised to go on with it, as far as this rank has heard.
         self._promises: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
         #: By group that this rank has promised, why the others are left out. One that hears of the promise first closes
@@ -155,9 +174,12 @@ class Membership:
             return
         self._heard[by] = self._now
         self._notes[by] = note
+        if note.proposal is not None:
+            self._proposals[by] = self._groups.setdefault(note.proposal, note.proposal)
         for rank, report in note.reports.items():
             if rank != self._rank and report.version > self._version(rank):
                 self._reports[rank] = report
+                self._found = None
         if self._reports:
             self._join()
 
@@ -174,7 +196,9 @@ class Membership:
             self._own = self._own.standing(begun.stood_still)
             self._since = self._now
             self._heard = dict.fromkeys(self.members, self._now)
-        self._reports[self._rank] = self._own
+        if self._reports.get(self._rank) is not self._own:
+            self._reports[self._rank] = self._own
+            self._found = None
 
     # -- deciding -------------------------------------------------------------------------------------------------
 
@@ -188,8 +212,8 @@ class Membership:
 
     def _decide(self) -> bool:
         """One step; True when another one may follow from it."""
-        lost = find_lost(self.members, self._reports)
-        proposal = self.members.difference(lost)
+        lost = self._lost()
+        proposal = self._proposal(lost)
         mute = {
             peer
             for peer in proposal - self._own.down - {self._rank}
@@ -210,11 +234,20 @@ class Membership:
             self._stop(proposal)
         return False
 
+    def _lost(self) -> dict[int, Loss]:
+        if self._found is None:
+            self._found = find_lost(self.members, self._reports)
+        return self._found
+
+    def _proposal(self, lost: dict[int, Loss]) -> frozenset[int]:
+        proposal = self.members.difference(lost)
+        return self._groups.setdefault(proposal, proposal)
+
     def _promise(self, proposal: frozenset[int]) -> bool:
         """Promise to go on with ``proposal`` when all of it propose it and nobody can come to another group."""
         if self._rank not in proposal or proposal == self.members:
             return False
-        if any(peer not in self._notes or self._notes[peer].proposal != proposal for peer in proposal - {self._rank}):
+        if any(self._proposals.get(peer) is not proposal for peer in proposal if peer != self._rank):
             return False
         if not may_go_on(self.members, proposal, *self._ended()):
             return False
@@ -264,13 +297,13 @@ class Membership:
     def _follow(self, by: int, note: Note) -> bool:
         """Rank ``by`` belongs to a later group; False when this rank does not."""
         if self._rank not in note.members:
-            loss = find_lost(self.members, self._reports).get(self._rank)
+            loss = self._lost().get(self._rank)
             if loss is not None:
                 self.own_loss = self._lost_rank(loss)
             self.stopped = f"ranks {sorted(note.members)} have gone on without it"
             self.stopped_by = by
             return False
-        lost = find_lost(self.members, self._reports)
+        lost = self._lost()
         for peer in sorted(self.members - note.members):
             told = LostRank(None, by, note.reports.get(by))
             self.lost[peer] = self._reason(peer, note.members, lost) or told
@@ -280,7 +313,8 @@ class Membership:
     def _begin_group(self, number: int, group: frozenset[int]) -> None:
         self._behind |= self.members - {self._rank}
         self.number, self.members = number, group
-        self._reports, self._notes, self._heard = {}, {}, {}
+        self._reports, self._notes, self._proposals, self._heard = {}, {}, {}, {}
+        self._groups, self._told, self._relayed, self._found = {}, {}, {}, None
         self._promises = {one: given for one, given in self._promises.items() if one[0] > number}
         left = {group for _, group in self._promises}
         self._reasons = {group: reasons for group, reasons in self._reasons.items() if group in left}
@@ -305,48 +339,63 @@ class Membership:
             ". Ranks go on only where they are more than half of those that may be alive, or half with the lowest"
         )
         self._own = self._own.grown(failed=self.stopped)
-        self._reports[self._rank] = self._own
+        self._reports[self._rank], self._found = self._own, None
 
     # -- what is said ---------------------------------------------------------------------------------------------
 
     def _outgoing(self) -> Iterator[tuple[int, Note]]:
-        """What each peer is to be told now. Those that a promise, or the group that it made, leaves out come first."""
+        """What each peer is to be told now. Those that a promise, or the group that it made, leaves out come first.
+
+        Told at once is what this rank alone can say, and what others cannot say themselves; all else with what is
+        repeated. Of hundreds of ranks each would tell all others of every promise that it hears, and of every report.
+        """
         speaking = bool(self._reports)
-        lost = find_lost(self.members, self._reports) if speaking else {}
-        proposal = (self.members.difference(lost) if lost else None) or None
-        promises = tuple(Promise(*promise, given) for promise, given in self._promises.items())
+        lost = self._lost() if speaking else {}
+        proposal = self._proposal(lost) if lost else None
+        given = tuple(promise for promise, by in self._promises.items() if self._rank in by)
+        news = _News(self.number, self._own if speaking else None, proposal or None, given)
+        if news != self._news:
+            self._news = news
+        elif not self._behind and self._now < self._due:
+            return
+        self._due = self._now + _RELAY_SECONDS
         ended = {peer for peer, loss in lost.items() if loss.rule == "ended"}
+        relay = speaking and self._now - self._since > _RELAY_SECONDS
+        cut_off = self._cut_off(ended) if relay else {}
+        everybody = self._reports.keys() if self._now - self._since > _RELAY_ALL_SECONDS else cut_off.keys()
+        promises = tuple(Promise(*promise, by) for promise, by in self._promises.items())
+        known = {rank: report.version for rank, report in self._reports.items()}
         peers = self.members - {self._rank} if speaking else frozenset()
         for peer in sorted(peers | self._behind, key=lambda peer: (peer in (proposal or self.members), peer)):
             if peer in ended:
                 continue
-            note = Note(
-                self.number,
-                self.members,
-                self._reports_for(peer),
-                {rank: report.version for rank, report in self._reports.items()},
-                proposal,
-                promises,
-            )
-            if peer in self._behind or self._news(peer, note):
-                self._told[peer], self._said[peer] = note, self._now
-                yield peer, note
+            late = self._now - self._said.get(peer, self._now) > _REPEAT_SECONDS
+            others = everybody if late else [rank for rank in cut_off if peer in cut_off[rank]]
+            reports = self._lacking(peer, others)
+            told = late or peer in self._behind or self._told.get(peer) is not self._news
+            if told or any(self._relayed.get((peer, rank), -1) < report.version for rank, report in reports.items()):
+                self._told[peer], self._said[peer] = self._news, self._now
+                self._relayed |= {(peer, rank): report.version for rank, report in reports.items()}
+                reports |= self._lacking(peer, self._reports.keys() & {self._rank})
+                yield peer, Note(self.number, self.members, reports, known, proposal or None, promises)
         self._behind.clear()
 
-    def _reports_for(self, peer: int) -> dict[int, Report]:
-        """This rank's report, and after a while those that ``peer`` does not have from others."""
-        said = self._notes[peer].known if peer in self._notes else {}
-        relay = self._now - self._since > _RELAY_SECONDS
-        return {
-            rank: report
-            for rank, report in self._reports.items()
-            if rank != peer and (rank == self._rank or relay) and report.version > said.get(rank, -1)
-        }
+    def _cut_off(self, ended: set[int]) -> dict[int, frozenset[int]]:
+        """By rank, to whom it cannot bring its own report: it has ended, or the connection between the two is down."""
+        found = dict.fromkeys(self._reports.keys() & ended, self.members)
+        for rank, report in self._reports.items():
+            if report.down:
+                found[rank] = found.get(rank, frozenset()) | report.down
+                for peer in report.down & self._reports.keys():
+                    found[peer] = found.get(peer, frozenset()) | {rank}
+        found.pop(self._rank, None)
+        return found
 
-    def _news(self, peer: int, note: Note) -> bool:
-        """Whether ``note`` says more than ``peer`` was told last, or that is long ago."""
-        told = self._told.get(peer)
-        if told is None or self._now - self._said[peer] > _REPEAT_SECONDS:
-            return True
-        same = (told.number, told.proposal, told.promises) == (note.number, note.proposal, note.promises)
-        return not same or any(told.reports.get(rank) != report for rank, report in note.reports.items())
+    def _lacking(self, peer: int, ranks: Iterable[int]) -> dict[int, Report]:
+        """Those of the reports of ``ranks`` that ``peer`` has not said that it has."""
+        said = self._notes[peer].known if peer in self._notes else {}
+        return {
+            rank: self._reports[rank]
+            for rank in ranks
+            if rank != peer and self._reports[rank].version > said.get(rank, -1)
+        }

@@ -181,6 +181,6 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
         for report in note.reports.values():
             named |= report.dead | report.gone | report.down | report.accused | report.causes.keys()
             named |= {report.waits.peer} if report.waits else set()
-        if not all(0 <= rank < ranks for rank in named) or not note.members or note.proposal == frozenset():
+        if not note.members or note.proposal == frozenset() or min(named) < 0 or max(named) >= ranks:
             raise ValueError(f"rank {by} sent a malformed control frame: it names a rank that is none of {ranks}")
         return note

@@ -65,7 +65,7 @@ def _add_accused(heard: Mapping[int, Report], members: frozenset[int], lost: dic
     while True:
         accusers: dict[int, list[int]] = {}
         for rank, report in heard.items():
-            if rank not in lost:
+            if report.accused and rank not in lost:
                 for peer in report.accused & members - lost.keys() - {rank}:
                     accusers.setdefault(peer, []).append(rank)
         if not accusers:
@@ -84,7 +84,7 @@ def _add_unreachable(heard: Mapping[int, Report], members: frozenset[int], lost:
     """Rule 3."""
     down: dict[int, set[int]] = {}
     for rank, report in heard.items():
-        for peer in report.down & members - {rank}:
+        for peer in (report.down & members) - {rank}:
             if rank not in lost and peer not in lost:
                 down.setdefault(rank, set()).add(peer)
                 down.setdefault(peer, set()).add(rank)
