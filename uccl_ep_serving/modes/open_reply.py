@@ -7,16 +7,20 @@ it.
 
 from __future__ import annotations
 
+import logging
 import mmap
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import TransportError
 from ..gpu.memory import DeviceMemory
 from ..kernels.blocks.normal_device import PEER_INFO_WORDS
 from ..native.failure import acquired
 
 __all__ = ["OpenReply"]
+
+_log = logging.getLogger("uccl_ep_serving")
 
 
 class OpenReply:
@@ -62,6 +66,9 @@ class OpenReply:
         return found[:8]
 
     def close(self) -> None:
-        """Unmap once the device has finished."""
-        self._memory.synchronize()
-        self._memory.unmap_host(self._host)
+        """Unmap once the device has finished. Of one that has failed this is logged: a Buffer closes all the same."""
+        try:
+            self._memory.synchronize()
+            self._memory.unmap_host(self._host)
+        except TransportError as error:
+            _log.error("%s. What was mapped stays until this process ends", error)
