@@ -153,11 +153,12 @@ def test_one_that_hangs_is_named_and_leaves_nothing_behind(
         assert found["lives"].outcome == Outcome()
     else:
 
-        def interrupted(*_: object) -> None:
+        def interrupted(*_: object) -> list[object]:
             if began.exists():
                 raise KeyboardInterrupt
             assert time.monotonic() < given + 60
             time.sleep(0.1)
+            return []
 
         monkeypatch.setattr(workers, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -230,8 +230,7 @@ class Liveness:
         if membership.own_loss is not None:
             why += f" ({self._words(self._rank, membership.own_loss)})"
         if (wait := membership.own_wait) is not None:
-            counts = f": {wait.arrived} messages or rows arrived, {wait.expected} expected" if wait.arrived >= 0 else ""
-            why += f". It had waited for rank {wait.peer} in {wait.phase}{counts}"
+            why += f". It had waited for rank {wait.peer} in {wait.phase}{wait.counts}"
         text = f"{phase}, rank {self._rank}: this rank takes part no more: {why}. {after_eviction()}"
         return Evicted(text, by=membership.stopped_by)
 
@@ -246,10 +245,9 @@ class Liveness:
         cause = self.lost[peer].cause(peer)
         silent = loss is not None and loss.rule in ("silent", "unreachable") and not cause
         if silent and wait is not None and wait.peer == peer:
-            counts = f": {wait.arrived} messages or rows arrived, {wait.expected} expected" if wait.arrived >= 0 else ""
             return PeerTimeout(
-                f"{where}: rank {peer} is silent ({how}; {self._named(by)} waits in {wait.phase}{counts}{others}). "
-                f"Likely cause: rank {peer} has not made the same call, is stuck, or the network drops its traffic. "
+                f"{where}: rank {peer} is silent ({how}; {self._named(by)} waits in {wait.phase}{wait.counts}{others})"
+                f". Likely cause: rank {peer} has not made the same call, is stuck, or the network drops its traffic. "
                 f"{after_silence(peer)}",
                 peer=peer,
                 peers=lost,

@@ -351,9 +351,9 @@ class Membership:
         """
         speaking = bool(self._reports)
         lost = self._lost() if speaking else {}
-        proposal = self._proposal(lost) if lost else None
+        proposal = (self._proposal(lost) if lost else None) or None
         given = tuple(promise for promise, by in self._promises.items() if self._rank in by)
-        news = _News(self.number, self._own if speaking else None, proposal or None, given)
+        news = _News(self.number, self._own if speaking else None, proposal, given)
         if news != self._news:
             self._news = news
         elif not self._behind and self._now < self._due:
@@ -377,7 +377,7 @@ class Membership:
                 self._told[peer], self._said[peer] = self._news, self._now
                 self._relayed |= {(peer, rank): report.version for rank, report in reports.items()}
                 reports |= self._lacking(peer, self._reports.keys() & {self._rank})
-                yield peer, Note(self.number, self.members, reports, known, proposal or None, promises)
+                yield peer, Note(self.number, self.members, reports, known, proposal, promises)
         self._behind.clear()
 
     def _cut_off(self, ended: set[int]) -> dict[int, frozenset[int]]:

@@ -26,7 +26,7 @@ class Wait(NamedTuple):
         peer: the rank that it waits for.
         phase: the operation, in words.
         channel: on which it waits, -1 for no single one.
-        arrived, expected: messages, -1 when it waits for something else.
+        arrived, expected: messages, or rows; -1 when it waits for something else.
     """
 
     peer: int
@@ -34,6 +34,11 @@ class Wait(NamedTuple):
     channel: int = -1
     arrived: int = -1
     expected: int = -1
+
+    @property
+    def counts(self) -> str:
+        """What arrived, behind the phase; "" where it waits for something else."""
+        return f": {self.arrived} messages or rows arrived, {self.expected} expected" if self.arrived >= 0 else ""
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):

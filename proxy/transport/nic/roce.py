@@ -216,10 +216,9 @@ class RoceRail(Rail):
             timeout=settings.nic_timeout,
             retries=self.family.retries if settings.nic_retries < 0 else settings.nic_retries,
         )
-        numbers = there.numbers[rank]
+        numbers, doing = there.numbers[rank], f"connecting {self.gid} to rank {peer}"
         for place, link in enumerate(self.links[peer]):
             look()
-            doing = f"connecting {self.gid} to rank {peer}"
             link.connect(path, numbers[place], doing, psn=self._psn, peer_psn=there.psn)
             index = state.link_index(peer, self._index, place)
             record = state.links[index]

@@ -79,7 +79,7 @@ class _Worker:
         """Of the task that it was given, once its pipe is readable, an answer or the end of the process; or once its
         time is over, which ends the process."""
         assert self.task is not None
-        if self.left <= 0 and not self.pipe.poll():
+        if not self.pipe.poll():
             self.kill()
             task, self.task = self.task, None
             cause = f"it took more than {_MOST_SECONDS:.0f} s, and the process that compiled it was ended"
@@ -138,9 +138,9 @@ def results(tasks: deque[Task], jobs: int, begun: Callable[[Task], None]) -> Ite
             busy = {worker.pipe: worker for worker in workers if worker.task is not None}
             if not busy:
                 return
-            wait(list(busy), max(min(worker.left for worker in busy.values()), 0.0))
+            ready = wait(list(busy), max(min(worker.left for worker in busy.values()), 0.0))
             for pipe, worker in busy.items():
-                if not pipe.poll() and worker.left > 0:
+                if pipe not in ready and worker.left > 0:
                     continue
                 result = worker.result()
                 if result.outcome is None and not worker.process.is_alive():
