@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uccl_ep_serving.data_plane import calls
 from uccl_ep_serving.data_plane.calls import Calls
 
 
@@ -170,19 +169,6 @@ def test_low_latency_is_told_once_where_it_stands_and_normal_mode_never() -> Non
         begin(zero, mode, begun=1)
         tell(zero)
         assert meshes[0].told == told
-
-
-def test_a_wait_is_long_once_it_has_lasted_in_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    zero, _, _ = of_two()
-    begin(zero, "l")
-    found = []
-    for at in (100.0, 100.4, 100.6):
-        clock[0] = at
-        found.append(zero.waits_long())
-    begin(zero, "l", begun=1)
-    assert [*found, zero.waits_long()] == [False, False, True, False]
 
 
 def test_what_is_no_operation_ends_the_connection() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.direct_ranks import DirectGroup, DirectRuntime
 from uccl_ep_serving.config import Settings
+from uccl_ep_serving.data_plane import watch
 from uccl_ep_serving.data_plane.kernel_space import KernelSpace
 from uccl_ep_serving.data_plane.runtime import Runtime
 from uccl_ep_serving.data_plane.segments import Segment
@@ -64,6 +65,32 @@ def test_what_ends_a_wait_is_named_and_keeps_no_window_mapped(
     finally:
         logging.disable(logging.NOTSET)
         gc.enable()
+
+
+def test_a_rank_that_closes_is_blamed_once_what_it_had_sent_has_had_time_to_arrive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, blamed, closing = [100.0], list[int](), dict[int, bytes]()
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    liveness = SimpleNamespace(any_heard=False, masked=frozenset(), accuse=lambda peer, why, phase: blamed.append(peer))
+    steps = SimpleNamespace(requested=lambda name: closing if name == "close" else {})
+    mesh: Any = SimpleNamespace(rank=0, liveness=liveness, steps=steps)
+    plane = SimpleNamespace(
+        space=SimpleNamespace(failed_with=(ctx.FAILURE_NONE, -1), awaited=1, phase="dispatch", mismatch=""),
+        service=SimpleNamespace(check=lambda: None),
+    )
+    watched: Any = PlaneWatch(mesh, lambda words, apart: None)
+    watched.plane = plane
+
+    def look(at: float) -> bool:
+        clock[0] = at
+        watched.look()
+        return bool(blamed)
+
+    # however long this rank has waited before: the last message may be under way when the peer closes
+    assert [look(100.0), look(200.0)] == [False, False]
+    closing[1] = b""
+    assert [look(200.1), look(202.0), look(202.2)] == [False, False, True]
 
 
 def test_the_stand_in_has_no_name_that_a_runtime_lacks() -> None:

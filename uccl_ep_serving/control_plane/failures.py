@@ -19,10 +19,10 @@ from ..errors import Evicted, PeerError, PeerLost, PeerTimeout, UcclEpError, aft
 from .membership import LIMIT_SECONDS, LostRank, Membership
 from .reports import Note, Report, Wait
 
-__all__ = ["Liveness"]
+__all__ = ["LAST_MESSAGES_SECONDS", "Liveness"]
 
-#: What a rank that said goodbye had sent before is waited for at most this many seconds.
-_LAST_MESSAGES_SECONDS = 2.0
+#: What a rank that closes its Buffer had sent before is waited for at most this many seconds.
+LAST_MESSAGES_SECONDS = 2.0
 #: An answer is there after this time even where the thread that reads gets no core for a while.
 _MOST_SECONDS = 10 * LIMIT_SECONDS
 
@@ -158,7 +158,7 @@ class Liveness:
     def has_fallen_silent(self, peer: int) -> bool:
         """True when ``peer`` left so long ago that whatever it sent before has arrived."""
         since = self.departed.get(peer)
-        return since is not None and peer not in self.masked and time.monotonic() > since + _LAST_MESSAGES_SECONDS
+        return since is not None and peer not in self.masked and time.monotonic() > since + LAST_MESSAGES_SECONDS
 
     def is_hopeless(self, missing: Set[int]) -> bool:
         """Whether a step for which the parts of ``missing`` are awaited will not end."""

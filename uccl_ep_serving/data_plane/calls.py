@@ -11,7 +11,6 @@ reaches ranks whose hosts wait for no operation, as those of GPUs.
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -20,8 +19,6 @@ from ..control_plane.mesh import ControlMesh
 
 __all__ = ["Calls"]
 
-#: Longer than a rank that makes the same call is usually late, and short beside any deadline.
-_WAIT_SECONDS = 0.5
 #: Operations of which ranks remember the mode. The host of a GPU runs ahead of it by what its stream holds, 1,024
 #: launches, and an operation takes several of them.
 _REMEMBERED = 1024
@@ -100,8 +97,6 @@ class Calls:
         self._told, self._answered = (-1, 0), set[int]()
         #: What stood there at the last look, and when all peers were told last.
         self._seen = self._said = self._mine
-        #: The operation in which this rank was seen to wait, and since when that is long.
-        self._waiting, self._long = self._mine, 0.0
         mesh.on_doing = self._hear
 
     def begin(self, epoch: int, begun: int, low_latency: bool, combines: bool) -> None:
@@ -117,13 +112,6 @@ class Calls:
             mine.combines + (low_latency and combines),
             mine.dispatches + (low_latency and not combines),
         )
-
-    def waits_long(self) -> bool:
-        """This rank waits in its latest operation: True once that has lasted. Called often, by the host."""
-        now = time.monotonic()
-        if self._waiting is not self._mine:
-            self._waiting, self._long = self._mine, now + _WAIT_SECONDS
-        return now >= self._long
 
     def tell(self) -> None:
         """Tell the peers of a change of mode since the last time, and of low latency where this rank has begun nothing

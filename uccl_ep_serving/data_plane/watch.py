@@ -6,9 +6,11 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from ..control_plane.failures import LAST_MESSAGES_SECONDS
 from ..control_plane.mesh import ControlMesh
 from ..control_plane.reports import Wait
 from ..control_plane.steps import CLOSE
@@ -74,6 +76,8 @@ class PlaneWatch:
         self.waits = WaitLog(mesh.rank)
         self.recorder: FlightRecorder | None = None
         self._calls = Calls(mesh)
+        #: By peer for which this rank was seen to wait while it closes its Buffer: since when.
+        self._closes: dict[int, float] = {}
         mesh.on_part = self._on_part
         mesh.on_lost = self._on_lost
         mesh.on_goodbye = self._on_goodbye
@@ -193,8 +197,7 @@ class PlaneWatch:
         elif (waits or code == ctx.FAILURE_LAYOUT) and (difference := self._calls.difference(self.epoch)[1]):
             self._settle(difference, True)
         elif waits:
-            if self._calls.waits_long() and space.awaited in self._mesh.steps.requested(CLOSE):
-                # whatever it had sent before has arrived by now
+            if self._closes_for_long(space.awaited):
                 why = "waits for it in an operation while it closes its Buffer"
                 error = self.liveness.accuse(space.awaited, why, space.phase)
                 try:
@@ -387,6 +390,14 @@ class PlaneWatch:
         if not requested:
             return False
         return any(read_proposal(peer, payload).begun <= self.begun for peer, payload in requested.items())
+
+    def _closes_for_long(self, peer: int) -> bool:
+        """Whether ``peer``, for which this rank waits, closes its Buffer, and whatever it had sent before has
+        arrived."""
+        if peer not in self._mesh.steps.requested(CLOSE):
+            return False
+        now = time.monotonic()
+        return now > self._closes.setdefault(peer, now) + LAST_MESSAGES_SECONDS
 
     def _requested_before(self) -> int | None:
         """A peer that asks for other windows before an operation that this rank has begun, or has noticed that ranks
