@@ -164,19 +164,24 @@ def test_destroy_from_another_thread_ends_a_wait() -> None:
     assert "closed" in str(raised[0])
 
 
-def _waits_for_a_peer(space: KernelSpace) -> float:
-    """What a device is while a kernel waits for a peer: synchronising with it ends with the sticky error, which kernels
-    look at, or at their own limit. Returns how long it took."""
-    started = time.monotonic()
-    while not space.failed and time.monotonic() < started + space.timeout:
-        time.sleep(0.001)
-    return time.monotonic() - started
+def _device_that_waits(space: KernelSpace, waited: list[float]) -> Callable[[float], bool]:
+    """What a device is while a kernel waits for a peer: it finishes with the sticky error, which kernels look at, or at
+    their own limit. ``waited`` is told how long that took."""
+
+    def finish(deadline: float) -> bool:
+        started = time.monotonic()
+        while not space.failed and time.monotonic() < min(started + space.timeout, deadline):
+            time.sleep(0.001)
+        waited.append(time.monotonic() - started)
+        return space.failed
+
+    return finish
 
 
 def test_a_kernel_that_waits_for_a_peer_does_not_hold_a_close(caplog: pytest.LogCaptureFixture) -> None:
     buffer = Buffer(_Alone(), settings=Settings.from_environment({}, heap_bytes=1 << 20, timeout=60.0))
-    space, waited = buffer.runtime.space, []
-    buffer.runtime.before_draining(lambda: waited.append(_waits_for_a_peer(space)))
+    waited: list[float] = []
+    buffer.runtime.before_draining(_device_that_waits(buffer.runtime.space, waited))
     # what a Buffer does that is collected
     buffer.runtime.close(1.0)
     assert 0.9 < waited[0] < 20.0
@@ -186,19 +191,47 @@ def test_a_kernel_that_waits_for_a_peer_does_not_hold_a_close(caplog: pytest.Log
 def test_a_kernel_that_waits_for_a_peer_does_not_hold_windows_that_are_laid_out_anew() -> None:
     environment = {"heap_bytes": 1 << 20, "timeout": 60.0, "connect_timeout": 1.0}
     buffer = Buffer(_Alone(), settings=Settings.from_environment({}, **environment))
-    space, waited = buffer.runtime.space, []
-    buffer.runtime.before_draining(lambda: waited.append(_waits_for_a_peer(space)))
+    waited: list[float] = []
+    buffer.runtime.before_draining(_device_that_waits(buffer.runtime.space, waited))
     buffer.runtime.rebuild(None)
     assert 0.9 < waited[0] < 20.0
     buffer.runtime.check()
     buffer.destroy()
-    assert len(waited) == 1
+    # before the drain, and before the memory went
+    assert len(waited) == 2
+    assert waited[1] < 0.5
+
+
+def test_a_device_that_hangs_under_something_else_holds_neither_a_close_nor_a_rebuild(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Kernels that look at the sticky error stand behind one that does not: memory stays, and time is limited."""
+
+    def finish(deadline: float) -> bool:
+        time.sleep(max(deadline - time.monotonic(), 0.0))
+        return False
+
+    environment = {"heap_bytes": 1 << 20, "timeout": 60.0, "connect_timeout": 1.0}
+    buffer = Buffer(_Alone(), settings=Settings.from_environment({}, **environment))
+    kept, released = [], []
+    for leave in (lambda: buffer.runtime.rebuild(None), lambda: buffer.runtime.close(1.0)):
+        kept.append(buffer.runtime.space.window)
+        buffer.runtime.before_draining(finish)
+        buffer.runtime.before_unmapping(lambda: released.append("unmapped"))
+        started = time.monotonic()
+        leave()
+        assert time.monotonic() - started < 10.0
+        assert caplog.text.count("the GPU has not finished what it was given") == len(kept)
+    assert not released
+    for window in kept:
+        assert ctypes.c_uint8.from_address(window).value == 0
+    del data_plane._abandoned[:]
 
 
 def test_a_device_that_finishes_in_time_is_released_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
     buffer = Buffer(_Alone(), settings=Settings.from_environment({}, heap_bytes=1 << 20))
     space, failed = buffer.runtime.space, []
-    buffer.runtime.before_draining(lambda: failed.append(space.failed))
+    buffer.runtime.before_draining(lambda deadline: failed.append(space.failed) or True)
     buffer.destroy()
-    assert failed == [False]
+    assert failed == [False, True]
     assert "still wait" not in caplog.text

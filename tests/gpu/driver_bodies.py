@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -53,9 +54,9 @@ DRIVER = Driver()
 class HostMemory(InterpretedMemory):
     """Memory of the host, where the device's would be; the driver is asked what it is asked on a GPU."""
 
-    def synchronize(self) -> None:
+    def synchronize(self, deadline: float = math.inf) -> bool:
         memory: Any = self
-        CudaMemory.synchronize(memory)
+        return CudaMemory.synchronize(memory, deadline)
 
     def capture_of(self, stream: int) -> int:
         status, number = ctypes.c_int(), ctypes.c_uint64()

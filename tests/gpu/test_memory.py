@@ -7,6 +7,8 @@ import ctypes
 import mmap
 import os
 import sys
+import threading
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -427,3 +429,24 @@ def test_memory_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(device_memory.memory_of(torch.device("cpu"), True), InterpretedMemory)
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", types.ModuleType("cuda.bindings.runtime"))
     assert isinstance(device_memory.memory_of(GPU, False), CudaMemory)
+
+
+def test_a_wait_for_a_device_that_hangs_is_limited(
+    cuda: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, memory = threading.Event(), CudaMemory(GPU)
+    assert memory.synchronize()
+    assert memory.synchronize(time.monotonic() + 10.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: release.wait(20))
+    try:
+        assert not memory.synchronize(time.monotonic() + 0.1)
+        assert not memory.synchronize(time.monotonic() - 1.0)
+    finally:
+        release.set()
+
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    with pytest.raises(TransportError, match="cuda:0 has failed: an illegal memory access"):
+        memory.synchronize(time.monotonic() + 10.0)

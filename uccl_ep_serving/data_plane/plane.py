@@ -40,7 +40,7 @@ _LENDING = "registering device windows with the NICs"
 #: While writes drain, lost peers are looked for this often.
 _WATCH_SECONDS = 0.05
 
-#: Planes in which a thread still runs. Their memory must stay mapped: the thread would fault without it.
+#: Planes in which a thread still runs, or a device. Their memory must stay mapped: it would fault without it.
 _abandoned: list[DataPlane] = []
 
 
@@ -53,7 +53,8 @@ class DataPlane:
         segments: this rank's window and mailbox, then what was mapped of peers.
         endpoints: by proxy, one of each kind of transport in use.
         choices: the way to each peer.
-        finishes: called before a drain, by whose kernels may still publish; the sticky error ends them.
+        finishes: wait, until an instant, for the devices whose kernels may still publish, or look at this memory;
+            False where one has not finished by then. The sticky error ends the kernels.
         node_ranks: ranks of a node when all nodes are equal groups of consecutive ranks, else 1.
         gpu_reach: what stands in the way of windows in GPU memory.
         spin: how long its idle proxies keep their cores.
@@ -71,7 +72,7 @@ class DataPlane:
     spin: Spin = field(default_factory=lambda: Spin(0, "no proxy runs"))
     space: KernelSpace | None = None
     service: ProxyService | None = None
-    finishes: list[Callable[[], None]] = field(default_factory=list)
+    finishes: list[Callable[[float], bool]] = field(default_factory=list)
     releases: list[Callable[[], object]] = field(default_factory=list)
     fence: npt.NDArray[np.int64] | None = None
     device_window: bool = False
@@ -232,7 +233,8 @@ class DataPlane:
             ProxyDied: nothing will move any more. TransportError: a device has failed.
         """
         for finish in self.finishes:
-            finish()
+            if not finish(deadline + _STOP_SECONDS):
+                return False
         while self.service is not None and not self.service.drain(min(time.monotonic() + _WATCH_SECONDS, deadline)):
             for peer in liveness.lost_unmasked:
                 self.forget(peer)
@@ -243,8 +245,8 @@ class DataPlane:
     def close(self, deadline: float) -> None:
         """Release waiting kernels, stop the proxies, close the endpoints, let go of the memory.
 
-        Threads that do not stop, and kernels of other threads that do not return, are logged, and keep all they use
-        until the process ends.
+        Threads that do not stop, kernels of other threads that do not return, and devices that do not finish are
+        logged, and keep all they use until the process ends.
         """
         if self.space is not None and not self.space.leave(max(deadline, time.monotonic() + _STOP_SECONDS)):
             _abandoned.append(self)
@@ -258,7 +260,7 @@ class DataPlane:
                     raise
                 _log.error("%s. They stay until this process ends", error)
                 return
-        if self in _abandoned:
+        if self in _abandoned or not self._devices_finish(max(deadline, time.monotonic() + _STOP_SECONDS)):
             return
         with contextlib.ExitStack() as steps:  # runs from the last to the first, each whatever becomes of the others
             for segment in self.segments:
@@ -268,6 +270,23 @@ class DataPlane:
             for release in self.releases:
                 steps.callback(release)
             self.segments, self.endpoints, self.releases = [], [], []
+
+    def _devices_finish(self, deadline: float) -> bool:
+        """Wait for them; False, which is logged, where one is busy at ``deadline`` with whatever it was given. Kernels
+        behind that would fault without this memory, and unmapping it waits for the device as well."""
+        for finish in self.finishes:
+            try:
+                if not finish(deadline):
+                    _abandoned.append(self)
+                    _log.error(
+                        "the GPU has not finished what it was given. Windows stay until this process ends. Likely "
+                        "cause: a kernel of something else that hangs. Next step: end the process"
+                    )
+                    return False
+            except TransportError as error:
+                # nothing runs there any more
+                _log.error("%s", error)
+        return True
 
 
 def _agree(

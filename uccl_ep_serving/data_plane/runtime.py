@@ -285,9 +285,10 @@ class Runtime:
         """
         return self._epochs.setting_up()
 
-    def before_draining(self, finish: Callable[[], None]) -> None:
-        """Call ``finish``, which returns once everything is published, before the present epoch is drained. It has
-        to end when the sticky error is set: that is how its time is limited."""
+    def before_draining(self, finish: Callable[[float], bool]) -> None:
+        """Call ``finish`` before the present epoch is drained, and before its memory goes: it waits until a device has
+        finished, and returns False where that has not at a ``time.monotonic()`` instant. The sticky error ends kernels
+        that wait for peers."""
         self._watch.present.finishes.append(finish)
 
     def before_unmapping(self, release: Callable[[], object]) -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import math
 import mmap
 import os
+import time
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +21,7 @@ import torch
 
 from ..data_plane.gpu_direct import NicWrites, cuda_writes
 from ..errors import ConfigError, TransportError
+from ..native.background import start_thread
 from ..proxy.fence import DriverFlush
 from .interpreted_memory import InterpretedMemory
 
@@ -80,8 +84,9 @@ class DeviceMemory(Protocol):
     def close(self, address: int) -> None:
         """Undo :meth:`open`."""
 
-    def synchronize(self) -> None:
-        """Wait until the device has finished what it was given. Raises TransportError when it has failed."""
+    def synchronize(self, deadline: float = math.inf) -> bool:
+        """Wait until the device has finished what it was given, by whomever; False when it has not at ``deadline``, a
+        ``time.monotonic()`` instant. Raises TransportError when it has failed."""
 
     def capture_of(self, stream: int) -> int:
         """Number of the graph capture that the stream with this handle takes part in; it must be capturing."""
@@ -156,9 +161,15 @@ class _Driver:
         with torch.cuda.device(self.device):
             self._call("IpcCloseMemHandle", address)
 
-    def synchronize(self) -> None:
+    def synchronize(self, deadline: float = math.inf) -> bool:
         try:
-            torch.cuda.synchronize(self.device)
+            if deadline == math.inf:
+                torch.cuda.synchronize(self.device)
+                return True
+            # the driver has no limit for it, and events tell nothing of graphs that are replayed
+            finished: Future[None] = Future()
+            start_thread(f"uccl_ep waits for {self.device}", _settle, finished, self.device)
+            return not wait([finished], max(deadline - time.monotonic(), 0.0)).not_done and finished.result() is None
         except RuntimeError as error:
             raise TransportError(
                 f"{self.device} has failed: {error}. Every call of this process to it fails from now on. Next step: "
@@ -174,6 +185,16 @@ class _Driver:
             device=str(self.device),
             status=code,
         )
+
+
+def _settle(finished: Future[None], device: torch.device) -> None:
+    """Wait for the device; how that ends is the future's."""
+    try:
+        torch.cuda.synchronize(device)
+    except BaseException as error:
+        finished.set_exception(error)
+    else:
+        finished.set_result(None)
 
 
 class CudaMemory(_Driver):

@@ -15,6 +15,7 @@ import bisect
 import ctypes
 import logging
 import mmap
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,8 @@ _I64 = npt.NDArray[np.int64]
 _PAGE = mmap.PAGESIZE
 _SHARING = "sharing device windows"
 _RETURNING = "giving device windows back"
+#: Seconds for a word to be written on a device that had nothing to do.
+_FILL_SECONDS = 5.0
 _log = logging.getLogger("uccl_ep_serving")
 
 
@@ -384,19 +387,20 @@ class DeviceSpace:
         return (told >> ctx.ERROR_IDS_SHIFT) - 1, told & ((1 << ctx.ERROR_IDS_SHIFT) - 1)
 
     def close(self, keep: Callable[..., bool] = lambda *memory: False) -> None:
-        """Let go of all memory once the device has finished; the sticky error has released waiting kernels.
+        """Let go of all memory. The device has finished, or failed.
 
         Args:
             keep: told what kernels of captured graphs look at before anything else, makes it outlive this object, and
                 returns True, where there are such graphs. A replay then finds that an earlier kernel has failed.
         """
         try:
-            self._memory.synchronize()
             kept = keep(self._tensors, self._verdict, self._report)
             if kept:
                 self._verdict.fill_(1)
-                self._memory.synchronize()
+                if not self._memory.synchronize(time.monotonic() + _FILL_SECONDS):
+                    raise TransportError("the GPU has not finished what it was given meanwhile")
             self._pages.unmap(but=self._report.ctypes.data if kept else 0)
-        except TransportError as error:
+        # torch raises the latter where the device has failed
+        except (TransportError, RuntimeError) as error:
             _log.error("%s. What was mapped stays until this process ends", error)
         self._tensors = []

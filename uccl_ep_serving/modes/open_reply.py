@@ -66,9 +66,8 @@ class OpenReply:
         return found[:8]
 
     def close(self) -> None:
-        """Unmap once the device has finished. Of one that has failed this is logged: a Buffer closes all the same."""
+        """Unmap; the device has finished. Of one that has failed this is logged: a Buffer closes all the same."""
         try:
-            self._memory.synchronize()
             self._memory.unmap_host(self._host)
         except TransportError as error:
             _log.error("%s. What was mapped stays until this process ends", error)

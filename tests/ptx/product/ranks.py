@@ -58,7 +58,7 @@ class ModelRuntime(DirectRuntime):
         """Every rank makes its own; none can fail."""
         yield lambda make: (make(), None)[1]
 
-    def before_draining(self, finish: Callable[[], None]) -> None:
+    def before_draining(self, finish: Callable[[float], bool]) -> None:
         """Nothing is left in flight when a test ends."""
 
     def before_unmapping(self, release: Callable[[], object]) -> None:
