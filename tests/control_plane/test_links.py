@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +15,8 @@ from tests.support.control_threads import ThreadExchange, in_threads, introduced
 from uccl_ep_serving.control_plane import links
 from uccl_ep_serving.control_plane.addresses import Address
 from uccl_ep_serving.control_plane.bootstrap import Introduction
+from uccl_ep_serving.control_plane.frames import DOING, GATHER, GOODBYE, Ended, read_frames, send_frame, send_now
+from uccl_ep_serving.control_plane.links import Link
 from uccl_ep_serving.errors import BootstrapError, ConfigError
 
 
@@ -40,6 +44,33 @@ def test_a_wrong_secret_is_refused_and_strangers_do_not_disturb() -> None:
     assert "the two sides do not have the same job secret" in str(one)
     assert isinstance(zero, BootstrapError)
     assert "ranks [1] have not connected" in str(zero)
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_a_handler_that_interrupts_who_writes_a_frame_leaves_it_whole(now: bool) -> None:
+    """In the same thread, over a Unix socket: it must not wait for itself."""
+    near, far = socket.socketpair()
+    answers: list[object] = []
+
+    class Interrupted:
+        def sendall(self, frame: bytes) -> None:
+            near.sendall(frame[:5])
+            answers.append(send_now(link, DOING, b"doing") if now else send_frame(link, GOODBYE))
+            near.sendall(frame[5:])
+
+    link = Link(1, cast(socket.socket, Interrupted()), True)
+    thread = threading.Thread(target=send_frame, args=(link, GATHER, 7, b"a part"), daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive(), "it waits for itself"
+    assert answers == [False if now else None]
+    near.close()
+    frames = []
+    with contextlib.suppress(Ended):
+        for frame in read_frames(Link(0, far, True)):
+            frames.append((frame.kind, frame.sequence, frame.payload))
+    assert frames == [(GATHER, 7, b"a part")]
+    far.close()
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")

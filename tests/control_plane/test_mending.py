@@ -523,6 +523,28 @@ class TestOutbox:
         near.close()
         far.close()
 
+    def test_a_handler_that_interrupts_who_sends_posts_behind_it(self) -> None:
+        """In the same thread, in the middle of a frame: it must not wait for itself, and frames stay whole."""
+        outbox, near, far = pair()
+
+        class Interrupted(Seal):
+            def seal(self, frame: bytes) -> bytes:
+                sealed = super().seal(frame)
+                if frame == b"one":
+                    assert outbox.post(b"goodbye")
+                    assert not outbox.idle
+                return sealed
+
+        outbox._seal = Interrupted(_KEY, _KEY)
+        thread = threading.Thread(target=outbox.post, args=(b"one",), daemon=True)
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive(), "it waits for itself"
+        assert outbox.idle
+        assert far.recv(200) == sealed(b"one", b"goodbye")
+        near.close()
+        far.close()
+
     @pytest.mark.parametrize("taken", [False, True])
     def test_it_ends_in_order_only_when_all_was_handed_over(self, taken: bool) -> None:
         """Also where this process is killed: a peer that sees that takes it for a proof that it has heard all."""

@@ -154,6 +154,9 @@ def send_frame(link: Link, kind: int, sequence: int = 0, body: bytes = b"", desc
         link.outbox.post(frame)
         return
     with link.sending:
+        if link.writing:
+            return  # from a handler, which has interrupted another frame
+        link.writing = True
         try:
             sent = socket.send_fds(link.socket, [frame], list(descriptors)) if descriptors else 0
             link.socket.sendall(frame[sent:])
@@ -163,6 +166,8 @@ def send_frame(link: Link, kind: int, sequence: int = 0, body: bytes = b"", desc
                 link.socket.shutdown(socket.SHUT_WR)
             if not isinstance(error, OSError):
                 raise
+        finally:
+            link.writing = False
 
 
 def send_now(link: Link, kind: int, body: bytes) -> bool:
@@ -174,6 +179,10 @@ def send_now(link: Link, kind: int, body: bytes) -> bool:
         return link.outbox.post(_HEADER.pack(MAGIC, kind, 0, 0, len(body)) + body)
     if not link.sending.acquire(timeout=_MOST_WAIT_SECONDS):
         return False
+    if link.writing:
+        link.sending.release()
+        return False  # as above
+    link.writing = True
     try:
         frame = memoryview(_HEADER.pack(MAGIC, kind, 0, 0, len(body)) + body)
         end = time.monotonic() + _MOST_WAIT_SECONDS
@@ -191,4 +200,5 @@ def send_now(link: Link, kind: int, body: bytes) -> bool:
             link.socket.shutdown(socket.SHUT_WR)
         return False
     finally:
+        link.writing = False
         link.sending.release()

@@ -54,7 +54,8 @@ class Link:
 
     Attributes:
         local: a Unix socket, over which descriptors travel.
-        sending: held while a frame is written.
+        sending: held while a frame is written. A signal handler that closes the Buffer may interrupt who holds it.
+        writing: part of a frame may be out. Writer and reader: who holds ``sending``.
         said_goodbye: the peer leaves in good order.
         seal, outbox: of a connection over TCP. Over a Unix socket nobody comes between, and frames are written by
             whoever sends them.
@@ -63,7 +64,8 @@ class Link:
     peer: int
     socket: socket.socket
     local: bool
-    sending: threading.Lock = field(default_factory=threading.Lock)
+    sending: threading.RLock = field(default_factory=threading.RLock)
+    writing: bool = False
     buffer: bytearray = field(default_factory=bytearray)
     descriptors: list[int] = field(default_factory=list)
     has_header: bool = False

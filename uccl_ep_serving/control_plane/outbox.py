@@ -50,7 +50,9 @@ class Outbox:
         self.broken = self.over = False
         self.blocked: Callable[[], None] = lambda: None
         self._acknowledge = acknowledge
-        self._lock = threading.Lock()
+        # a signal handler that closes the Buffer may interrupt who holds it
+        self._lock = threading.RLock()
+        self._pumping = False
         self._frames: deque[bytes] = deque()
         self._bytes = 0
         #: Number of the first frame that is kept, and how many of them have been sent, or begun.
@@ -130,6 +132,15 @@ class Outbox:
             self._sent -= 1
 
     def _pump(self) -> None:
+        if self._pumping:
+            return  # called from a handler: what has been interrupted goes on, with this frame too
+        self._pumping = True
+        try:
+            self._send_all()
+        finally:
+            self._pumping = False
+
+    def _send_all(self) -> None:
         while not self.broken:
             if not self._current:
                 if self._told < self.taken:

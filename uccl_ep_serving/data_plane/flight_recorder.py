@@ -66,7 +66,8 @@ class FlightRecorder:
         #: reads the control connections.
         self._epoch = -1
         self._record: dict[str, Any] = {}
-        self._lock = threading.Lock()
+        # a signal handler that closes the Buffer may interrupt who holds it
+        self._lock = threading.RLock()
         #: Held while a file is written, so that what was found last is written last.
         self._writing = threading.Lock()
         self._files: list[Path] = []
