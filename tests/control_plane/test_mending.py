@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import select
 import selectors
 import socket
 import threading
@@ -565,6 +566,28 @@ class TestOutbox:
             with pytest.raises(ConnectionResetError):
                 read_to_its_end(far)
         far.close()
+
+    @pytest.mark.parametrize("in_order", [False, True])
+    def test_a_failure_that_sending_has_met_is_remembered(self, in_order: bool) -> None:
+        """The system tells it once: for who reads, either is the end of what the peer had sent."""
+        near, far = tcp_pair()
+        outbox = Outbox(near, count_frame, Seal(_KEY, _KEY))
+        outbox.post(b"one")
+        if in_order:
+            far.recv(100)
+        else:
+            # what it has not read makes its end a reset
+            while not select.select([far], [], [], 5)[0]:
+                pass
+        far.close()
+        deadline = time.monotonic() + 5
+        while not outbox.broken and time.monotonic() < deadline:
+            outbox.post(b"another")
+            time.sleep(0.01)
+        assert outbox.broken
+        assert outbox.failed is not in_order
+        assert near.recv(1) == b""
+        near.close()
 
     def test_one_that_broke_ends_by_a_reset(self) -> None:
         near, far = tcp_pair()

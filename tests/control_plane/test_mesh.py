@@ -238,6 +238,28 @@ def test_a_closed_connection_is_a_lost_peer_and_a_goodbye_is_not(tcp: bool) -> N
     assert in_threads(3, body)[0] == [2]
 
 
+def test_what_was_said_to_a_rank_that_has_left_holds_no_close() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange, tcp=True)
+        mesh.steps.gather("all here")
+        if exchange.rank == 1:
+            mesh.goodbye()
+            mesh.close()
+            exchange.all_gather(b"")
+            return None
+        exchange.all_gather(b"")
+        _wait_until(lambda: 1 in mesh.liveness.departed)
+        outbox = mesh._links[1].outbox
+        assert outbox is not None
+        while not outbox.broken:
+            mesh.goodbye()
+        started = time.monotonic()
+        mesh.close()
+        return time.monotonic() - started
+
+    assert in_threads(2, body)[0] < 0.5
+
+
 def test_a_silent_peer_and_a_peer_elsewhere_are_named() -> None:
     def body(exchange: ThreadExchange) -> Any:
         mesh = joined(exchange)

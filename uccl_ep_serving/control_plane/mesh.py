@@ -373,7 +373,8 @@ class ControlMesh:
             cause = f"got what the formats forbid: {reason}"
             self.liveness.observe(lambda report: report.grown(accused={link.peer}, causes={link.peer: cause}))
             return
-        whole = isinstance(error, Ended) and not link.buffer
+        failed = link.outbox is not None and link.outbox.failed
+        whole = isinstance(error, Ended) and not link.buffer and not failed
         if link.outbox is not None and self._mending is not None and self._mending.add(link, whole, reason):
             return
         self._endings.add(self._cards[link.peer], link.local, whole, reason)
@@ -443,10 +444,12 @@ class ControlMesh:
         self.abandon()
 
     def _flush(self) -> None:
-        """Wait a moment until what was said last is on its way."""
+        """Wait a moment until what was said last is on its way to whoever still listens."""
         deadline = time.monotonic() + _FLUSH_SECONDS
-        outboxes = [link.outbox for link in self._links.values() if link.outbox is not None]
-        while not all(outbox.idle for outbox in outboxes) and time.monotonic() < deadline:
+        outboxes = {peer: link.outbox for peer, link in self._links.items() if link.outbox is not None}
+        while time.monotonic() < deadline:
+            if all(outbox.idle or self._has_done_with(peer) for peer, outbox in outboxes.items()):
+                return
             time.sleep(_TICK_SECONDS)
 
     def abandon(self) -> None:

@@ -39,6 +39,7 @@ class Outbox:
     Attributes:
         taken: frames of the peer that arrived whole. Writer and reader: the thread that reads.
         broken: nothing is sent until the connection is made again.
+        failed: sending has met a failure, which the system tells once: whoever reads then finds an end like any other.
         over: it will not be.
         blocked: called, with the lock held, when the socket takes no more: see :attr:`wants_room`.
     """
@@ -47,7 +48,7 @@ class Outbox:
         self._connection = connection
         self._seal = seal
         self.taken = 0
-        self.broken = self.over = False
+        self.broken = self.failed = self.over = False
         self.blocked: Callable[[], None] = lambda: None
         self._acknowledge = acknowledge
         # a signal handler that closes the Buffer may interrupt who holds it
@@ -109,7 +110,7 @@ class Outbox:
             again, self._sent = self._sent, 0
             self._told = self.taken
             self._connection, self._seal = connection, seal
-            self.broken = self._ends_by_reset = False
+            self.broken = self.failed = self._ends_by_reset = False
             self._pump()
         return again
 
@@ -159,8 +160,9 @@ class Outbox:
                 self._end_by_reset(True)
                 self.blocked()
                 return
-            except OSError:
-                # the thread that reads finds the end of it, and mends it
+            except OSError as error:
+                # the thread that reads finds the end of it, and mends it. A broken pipe: the peer had ended in order.
+                self.failed = not isinstance(error, BrokenPipeError)
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
                 self._current = memoryview(b"")
