@@ -408,6 +408,19 @@ def test_a_process_whose_sources_have_changed_compiles_for_itself(
     assert "sources of uccl_ep_serving have changed since this process began" in caplog.messages[-1]
 
 
+@pytest.mark.parametrize(
+    "setting", ["NUMBA_OPT=0", "NUMBA_DEBUGINFO=1", "NUMBA_ENABLE_PROFILING=1", "NUMBA_BOUNDSCHECK=1"]
+)
+def test_other_code_that_a_user_asks_numba_for_is_kept_apart(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A debugger's code would be what every later process runs."""
+    digest = cache._source_digest.__wrapped__
+    name, value = setting.split("=")
+    monkeypatch.delenv(name, raising=False)
+    usual = digest()
+    monkeypatch.setenv(name, value)
+    assert digest() not in ("", usual)
+
+
 def test_without_any_directory_code_is_compiled_in_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

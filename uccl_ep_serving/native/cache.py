@@ -43,6 +43,8 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 SOURCES = ("protocol", "native", "proxy", "kernels")
 #: Stands for no directory at all: nothing can be read or written there.
 _NOWHERE = Path(os.devnull) / "uccl_ep_serving"
+#: Variables by which a user has Numba make other code, of every function in the process: slower, or one that says more.
+_NUMBA_SETTINGS = ("NUMBA_BOUNDSCHECK", "NUMBA_DEBUGINFO", "NUMBA_ENABLE_PROFILING", "NUMBA_OPT")
 #: The first bytes of a file; a checksum of the rest follows.
 _MAGIC = b"uccl_ep object 1\n"
 
@@ -70,10 +72,11 @@ def _state() -> dict[str, tuple[int, int, int]]:
 _IMPORTED = _state()
 
 
-@functools.cache
-def compiler_versions() -> str:
-    """What compiles: part of every digest."""
-    return f"python {sys.version_info[:3]} numba {version('numba')} llvmlite {version('llvmlite')} {platform.machine()}"
+def _compiler() -> str:
+    """What compiles, and how: part of every digest."""
+    settings = [f"{name}={os.environ[name]}" for name in _NUMBA_SETTINGS if name in os.environ]
+    numba = f"numba {version('numba')} llvmlite {version('llvmlite')}"
+    return " ".join((f"python {sys.version_info[:3]} {numba} {platform.machine()}", *settings))
 
 
 @functools.cache
@@ -83,7 +86,7 @@ def _source_digest() -> str:
     A source that has changed since this process imported it (an upgrade while an engine starts) is not what is compiled
     here: such a process keeps its code to itself.
     """
-    digest = hashlib.sha256(f"{compiler_versions()} {version('uccl_ep_serving')}".encode())
+    digest = hashlib.sha256(f"{_compiler()} {version('uccl_ep_serving')}".encode())
     for part in SOURCES:
         for name, path in _sources(part):
             digest.update(name.encode())
