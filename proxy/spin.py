@@ -9,7 +9,7 @@ cores are 67 times slower than yielding ones).
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +17,14 @@ import msgspec
 
 from . import cgroup
 
-__all__ = ["Cores", "Spin", "choose_spin", "own_cores"]
+__all__ = ["Cores", "Spin", "bound_by_openmp", "choose_spin", "own_cores"]
 
 #: Longer than the time between two layers and between two decode steps; an engine without requests sleeps soon.
 _SPIN_NS = 10_000_000
 #: Cores for each proxy that may run on them: the rank itself, its engine's threads and a NIC's interrupts want theirs.
 _CORES_PER_PROXY = 4
+#: Variables of OpenMP by which it binds threads to cores (GNU's, and Intel's and LLVM's).
+_OPENMP_BINDS = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 class Cores(msgspec.Struct, frozen=True, array_like=True):
@@ -73,6 +75,21 @@ def choose_spin(wanted: str, mine: Cores, others: Sequence[Cores] = (), *, proxi
     if cores < _CORES_PER_PROXY * threads:
         return Spin(0, f"off: {whom}, {_CORES_PER_PROXY} each are needed")
     return Spin(_SPIN_NS, f"{_SPIN_NS // 1_000_000} ms: {whom}")
+
+
+def bound_by_openmp(cores: Cores, environment: Mapping[str, str]) -> str:
+    """In words, that OpenMP has bound this thread to one core, and with it all that it starts; "" where it has not.
+
+    It does so with the thread that loads it: importing torch is enough.
+    """
+    names = [name for name in _OPENMP_BINDS if environment.get(name, "false").lower() != "false"]
+    if len(cores.cpus) != 1 or not names:
+        return ""
+    return (
+        f"core {min(cores.cpus)} alone, which they share with the thread that builds the Buffer. Likely cause: "
+        f"{names[0]}={environment[names[0]]}, by which OpenMP binds that thread. Next step: unset it, or give the "
+        "proxies cores of their own with UCCL_EP_PROXY_CPUS"
+    )
 
 
 def own_cores(groups: Path = cgroup.GROUPS, own: Path = cgroup.OWN) -> Cores:

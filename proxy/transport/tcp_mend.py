@@ -16,6 +16,7 @@ import math
 import os
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -131,7 +132,8 @@ class Mender(TcpTalks):
         self._stopping = True
         with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
-        self._thread.join(5.0)
+        if self._thread is not threading.current_thread():  # where a Buffer is collected
+            self._thread.join(5.0)
         self.abandon()
 
     def abandon(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from uccl_ep_serving.protocol.command import Command
 from uccl_ep_serving.protocol.streams import LL_DISPATCH
 from uccl_ep_serving.proxy import words
 from uccl_ep_serving.proxy.loop import NAP_SLOT, next_nap_slot, others_have_commands, run, wake_others
-from uccl_ep_serving.proxy.spin import Cores, choose_spin, own_cores
+from uccl_ep_serving.proxy.spin import Cores, bound_by_openmp, choose_spin, own_cores
 from uccl_ep_serving.proxy.state import request_stop
 
 PROXIES = 4
@@ -246,3 +247,17 @@ def test_a_spinning_proxy_does_not_sleep_until_its_time_is_over() -> None:
             time.sleep(0.01)
     finally:
         loop.stop()
+
+
+@pytest.mark.parametrize(
+    ("cores", "environment", "said"),
+    [
+        ({3}, {"OMP_PROC_BIND": "true"}, "core 3 alone, .* OMP_PROC_BIND=true, .* UCCL_EP_PROXY_CPUS"),
+        ({3}, {"GOMP_CPU_AFFINITY": "0-7"}, "GOMP_CPU_AFFINITY=0-7"),
+        ({3}, {"OMP_PROC_BIND": "false"}, "^$"),
+        ({3}, {}, "^$"),
+        ({3, 4}, {"OMP_PROC_BIND": "close"}, "^$"),
+    ],
+)
+def test_a_core_to_which_openmp_has_bound_the_proxies(cores: set[int], environment: dict[str, str], said: str) -> None:
+    assert re.search(said, bound_by_openmp(Cores(frozenset(cores)), environment))

@@ -222,6 +222,22 @@ class TestSignalling:
             traffic.ports[0].flush()
             finish(traffic)
 
+    def test_peers_write_the_window_and_the_credits_that_they_give(self) -> None:
+        """What this rank says to others lies beside those, and is nobody else's to write."""
+        network = MemoryNetwork(2)
+        with open_endpoints(network, 2, 1 << 16) as (_, endpoints):
+            state, found = endpoints[0]._state, []
+            words = {"in": state.credits_in, "out": state.credits_out}
+            for record in network._mrs.view(np.int64).reshape(-1, net.MR_RECORD // 8)[: network.word(net.MR_COUNT)]:
+                start, nbytes, access = (int(record[at // 8]) for at in (net.MR_START, net.MR_BYTES, net.MR_ACCESS))
+                open_to_peers = bool(access & codes.ACCESS_REMOTE_WRITE)
+                found += [
+                    (name, open_to_peers)
+                    for name, one in words.items()
+                    if start < one.ctypes.data + one.nbytes and one.ctypes.data < start + nbytes
+                ]
+            assert found == [("in", True), ("out", False)]
+
 
 class TestFailure:
     def test_a_failed_write_ends_its_peer_and_says_why(self) -> None:
@@ -355,8 +371,8 @@ class TestDeviceMemory:
     def test_writes_across_chunks_arrive_whole(self, open_chunked) -> None:
         before = len(os.listdir("/proc/self/fd"))
         with open_chunked(2, 1 << 20) as (network, group, devices):
-            # the chunks, the window in host memory, the credit words
-            assert network.objects["mr"] == 2 * (16 + 2)
+            # the chunks, the window in host memory, the credit words of peers and of this rank
+            assert network.objects["mr"] == 2 * (16 + 3)
             assert len(os.listdir("/proc/self/fd")) == before, "a region needs its descriptor no more"
             rng = np.random.default_rng(3)
             for number in range(200):

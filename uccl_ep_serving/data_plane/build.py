@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ from ..protocol.layout import LowLatencyRoom, NormalPlan, WindowLayout
 from ..protocol.mailbox import mailbox_bytes
 from ..protocol.streams import CREDIT
 from ..proxy.service import ProxyService, data_paths
-from ..proxy.spin import Cores, choose_spin, own_cores
+from ..proxy.spin import Cores, bound_by_openmp, choose_spin, own_cores
 from ..proxy.transport.base import Watchful
 from ..proxy.transport.select import DIRECT, NIC_TRANSPORTS, Offer, Offers, choose
 from ..proxy.transport.shm import ShmEndpoint
@@ -368,6 +369,8 @@ class PlaneBuilder:
     def _proxy_cores(self, kinds: Sequence[str]) -> Cores:
         """What this rank's proxies may use. Those with cores of their own by name leave the rest to the ranks."""
         cores = own_cores()
+        if not self._settings.proxy_cpus and kinds and (bound := bound_by_openmp(cores, os.environ)):
+            _log.warning("rank %d: its proxies may use %s", self._rank, bound)
         if self._settings.proxy_cpus or not set(kinds) & set(NIC_TRANSPORTS):
             return cores
         return Cores(self._nics.proxy_cpus(kinds), cores.quotas)

@@ -158,8 +158,10 @@ class RoceRail(Rail):
     def enter(self, state: rc.RoceMemory, index: int) -> None:
         """Tell the data path about this NIC, rail ``index``, and register the credit words with it."""
         self._index, self._state = index, state
+        taken, told = state.credits_in, state.credits_out
         access = codes.ACCESS_LOCAL_WRITE | codes.ACCESS_REMOTE_WRITE
-        self._credits = MemoryRegion(self.pd, state.credits_in.ctypes.data, state.credit_bytes, access)
+        self._credits = MemoryRegion(self.pd, taken.ctypes.data, taken.nbytes, access)
+        own = MemoryRegion(self.pd, told.ctypes.data, told.nbytes, codes.ACCESS_LOCAL_WRITE)
         state.fill(
             state.rails[index],
             {
@@ -167,7 +169,7 @@ class RoceRail(Rail):
                 words.POST_RECV: self.context.operation("post_recv"),
                 words.CQ: self.cq.address,
                 rc.POST_SEND: self.context.operation("post_send"),
-                rc.CREDIT_LKEY: self._credits.lkey,
+                rc.CREDIT_LKEY: own.lkey,
                 rc.BYTE_LIMIT: self.share,
             },
         )

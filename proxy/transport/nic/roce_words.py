@@ -43,7 +43,7 @@ DOORBELLS = words.OWN_CONTEXT + 21  # calls of post_send, for tests
 
 # --- a rail -----------------------------------------------------------------------------------------------------------
 POST_SEND = words.OWN_RAIL  # address of the provider's function
-CREDIT_LKEY = words.OWN_RAIL + 1  # the NIC's key of the memory of the credit words
+CREDIT_LKEY = words.OWN_RAIL + 1  # the NIC's key of the credit words that it reads
 BYTE_LIMIT = words.OWN_RAIL + 2  # most bytes that the endpoint has in flight on it, but for one write that is longer
 LOAD = words.OWN_RAIL + 3  # bytes in flight
 
@@ -147,11 +147,12 @@ class RoceMemory(Memory):
             window_bytes=window_bytes,
         )
         # Shared and anonymous: a forked child must not turn the pages that the NIC knows into copies.
-        self._credits = np.frombuffer(mmap.mmap(-1, 2 * links * 8), np.int64)
+        credits = np.frombuffer(mmap.mmap(-1, 2 * links * 8), np.int64)
         #: Written by the NICs of peers (one word per link), read by the loop (acquire), which checks the value.
-        self.credits_in = self._credits[:links]
+        #: Registered by itself: peers can write nothing beside it.
+        self.credits_in = credits[:links]
         #: Written by the loop, read by this NIC.
-        self.credits_out = self._credits[links:]
+        self.credits_out = credits[links:]
         self._bad = np.zeros(1, np.int64)
         self._pool = aligned_zeros(POOL_SLOTS * SLOT_BYTES)
         self._dirty = np.zeros(links, np.int64)
@@ -177,11 +178,6 @@ class RoceMemory(Memory):
                 SIGNAL_EVERY: max(1, sends // 8),
             },
         )
-
-    @property
-    def credit_bytes(self) -> int:
-        """Bytes of the memory that holds the credit words, starting at ``credits_in``."""
-        return int(self._credits.nbytes)
 
     def _zeros(self, count: int) -> int:
         """Address of int64[count] that lives as long as this object."""
