@@ -54,6 +54,19 @@ def test_who_uses_no_nic_is_not_held_up_by_a_malformed_list_of_them(transport: s
             nic_transports(dataclasses.replace(malformed, transport=one))
 
 
+@pytest.mark.parametrize(
+    ("wanted", "ports", "alone"),
+    [("", (1, 2), "=a:1"), ("=a:2", (1, 2), "=a:2"), ("^a:1", (1, 2), "=a:2"), ("a", (2,), "=a:2"), ("a", (), "=a")],
+)
+def test_a_nic_is_asked_for_alone_at_the_port_in_use(wanted: str, ports: tuple[int, ...], alone: str) -> None:
+    two_ports, other = dataclasses.replace(nic("a"), ports=ports), dataclasses.replace(nic("b"), name="ab")
+    host = HostNics(Settings(nics=wanted), topology=Topology(nics=(two_ports, other)))
+    assert host.alone(two_ports) == alone
+    again = HostNics(Settings(nics=alone), topology=Topology(nics=(two_ports, other)))
+    assert [one.name for one in again.rails["roce"].nics] == ["a"]
+    assert again.alone(two_ports) == alone
+
+
 def test_each_rank_has_a_nic_of_its_own(asked) -> None:
     assert asked([nic("a"), nic("b")], 2, 1) == {(0, 0): [("a", 1, 1)], (1, 0): [("b", 1, 1)]}
 

@@ -187,6 +187,10 @@ class HostNics:
         found = roce.examine(nic.name, self._wanted.port(nic), self._settings, self._library(transport))
         return found.mtu, found.address, found.words
 
+    def alone(self, nic: Nic) -> str:
+        """The value of UCCL_EP_NICS that asks for ``nic``, at the port that this rank uses, and for nothing else."""
+        return f"={nic.name}:{self._wanted.port(nic)}" if nic.ports else f"={nic.name}"
+
     def place_of(self, transport: str) -> tuple[int, int]:
         """Port of this rank's first NIC for ``transport``, and index of the GID that ranks are reached at."""
         from ..proxy.transport.nic import roce

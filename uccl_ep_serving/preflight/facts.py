@@ -36,6 +36,7 @@ class Rail(msgspec.Struct, frozen=True):
         transport: that drives it.
         gbps: Gbit/s, 0.0 where the system does not say.
         mtu: path MTU of its port, bytes; 0 where that says nothing (EFA).
+        alone: value of UCCL_EP_NICS that asks for its port in use, and for nothing else.
         network: of its address, "" where it has none that says so.
         said: what it is and which of its addresses is used.
     """
@@ -44,6 +45,7 @@ class Rail(msgspec.Struct, frozen=True):
     name: str
     gbps: float
     mtu: int = 0
+    alone: str = ""
     network: str = ""
     said: str = ""
 
@@ -87,7 +89,8 @@ def gather_facts(place: Place, settings: Settings, store_host: str, gpu: str, li
         offer = nics.offers[transport]
         for nic in nics.rails[transport].nics if offer.nics else ():
             mtu, address, said = nics.port_facts(transport, nic)
-            rails.append(Rail(transport, nic.name, nic.gbps, mtu, network_of(address, nic.name), said))
+            network = network_of(address, nic.name)
+            rails.append(Rail(transport, nic.name, nic.gbps, mtu, nics.alone(nic), network, said))
         left_out += [*offer.broken, *([offer.reason] if offer.present and not offer.nics and offer.unused else [])]
         if offer.asked:
             raise ConfigError(f"{offer.asked} asks for NICs that cannot be used: {offer.reason}")

@@ -127,7 +127,7 @@ def try_nic(
 ) -> list[Finding]:
     """What this rank finds of one of its NICs; ``device``: its GPU, None without one."""
     where = f"{rail.name} on node {place.node}"
-    own = replace(settings, transport=rail.transport, nics=f"={rail.name}", proxies=1, channels=0)
+    own = replace(settings, transport=rail.transport, nics=rail.alone, proxies=1, channels=0)
     found = []
     parts: dict[str, Callable[[contextlib.ExitStack, Rail, Settings], tuple[Any, Any]]] = {_PART: _ours}
     if device is not None and settings.window != "host":

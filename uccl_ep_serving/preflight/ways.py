@@ -92,7 +92,7 @@ def try_way(
     own = {**way.settings, **SETTINGS}
     if way.rail >= 0:
         rails = [rail for rail in me.rails if rail.transport == way.settings["transport"]]
-        own["nics"] = f"={rails[way.rail].name}"
+        own["nics"] = rails[way.rail].alone
     found: list[Finding] = []
     routes: dict[int, str] = {}
     # whoever fails says what it was doing
