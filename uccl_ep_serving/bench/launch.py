@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +15,6 @@ from uccl_ep_serving.errors import ConfigError
 
 __all__ = [
     "RankFailed",
-    "die_with_parent",
     "free_port",
     "launched_by",
     "local_place",
@@ -34,7 +31,6 @@ _MPI_LOCAL = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-_PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 5.0
 
 
@@ -77,14 +73,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends, however that happens. Raises OSError."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before the kernel was asked
-        raise OSError(f"the process that started this rank, {parent}, has ended")
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

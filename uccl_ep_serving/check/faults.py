@@ -102,6 +102,14 @@ class Fault:
             f"Next step: {self.step}"
         )
 
+    @property
+    def lines(self) -> str:
+        """The same for a report, a line each behind the first, which says where."""
+        return (
+            f"{self.where}\n  expected: {self.expected}\n  found: {self.found}\n  likely cause: {self.cause}\n"
+            f"  next step: {self.step}"
+        )
+
 
 def expect(true: object, where: str, expected: str, found: object) -> None:
     """Raise :class:`Wrong` unless ``true``."""

@@ -68,12 +68,8 @@ def _print(report: gpu.Report, kept: str) -> None:
         table.add_row(Text(one.name), mark, f"{one.seconds:.1f}", Text(one.said))
     console.print(table)
     for one in report.results:
-        if (fault := one.fault) is not None:
-            console.print(Text.assemble("\n", (one.name, "bold"), f": {fault.where}"), soft_wrap=True)
-            lines = ("expected", "found", "cause", "step")
-            for line in lines:
-                title = {"cause": "likely cause", "step": "next step"}.get(line, line)
-                console.print(f"  {title}: {getattr(fault, line)}", markup=False, highlight=False, soft_wrap=True)
+        if one.fault is not None:
+            console.print(Text.assemble("\n", (one.name, "bold"), f": {one.fault.lines}"), soft_wrap=True)
     failed = sum(not one.passed for one in report.results)
     verdict = f"{failed} of {len(report.results)} parts failed" if failed else "every part passed"
     where = f"; the record is {kept}" if kept else ""

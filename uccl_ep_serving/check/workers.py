@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -14,12 +13,11 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from ..native.background import die_with_parent
 from . import faults
 
 __all__ = ["Answer", "Worker", "answers", "each", "note"]
 
-#: prctl(2): the signal that a process gets when the one that started it ends.
-_PR_SET_PDEATHSIG = 1
 #: Once one rank has failed, how long the others may take to say what they have met.
 _GRACE_SECONDS = 3.0
 #: The pipe to the process that started this one; in that process itself notes go nowhere.
@@ -150,8 +148,9 @@ def _serve(pipe: Connection, parent: int) -> None:
     """Body of a process: do what comes, until the parent goes."""
     global _pipe
     _pipe = pipe
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    try:
+        die_with_parent(parent)
+    except OSError:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     os.dup2(2, 1)  # what libraries print is no part of what the command prints

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from uccl_ep_serving.bench.launch import (
-    die_with_parent,
     launched_by,
     mpi_launcher,
     mpi_missing,
@@ -17,6 +16,7 @@ from uccl_ep_serving.bench.launch import (
     run_ranks,
 )
 from uccl_ep_serving.errors import UcclEpError
+from uccl_ep_serving.native.background import die_with_parent
 
 __all__ = ["run_as_rank", "start_ranks"]
 

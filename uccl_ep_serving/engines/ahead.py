@@ -6,17 +6,16 @@ is started where everything is in the cache.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import functools
 import logging
 import os
-import signal
 import subprocess
 import sys
 
 from uccl_ep_serving.errors import TransportError
 from uccl_ep_serving.kernels.select import cpu_groups
-from uccl_ep_serving.native.background import start_thread
+from uccl_ep_serving.native.background import die_with_parent, start_thread
 from uccl_ep_serving.native.failure import STICKY_ERROR
 from uccl_ep_serving.native.groups import Group, load
 from uccl_ep_serving.proxy.loop import LOOP
@@ -24,9 +23,6 @@ from uccl_ep_serving.proxy.loop import LOOP
 __all__ = ["compile_ahead"]
 
 _log = logging.getLogger("uccl_ep_serving")
-
-#: prctl(2): the signal that this process gets when the thread that started it ends.
-_PR_SET_PDEATHSIG = 1
 
 
 def _groups(cpu: bool) -> list[Group]:
@@ -60,8 +56,8 @@ def _compile(cpu: bool) -> None:
 
 def main(parent: int, cpu: bool) -> None:
     """Compile what is missing, unless process ``parent`` has ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() == parent:
+    with contextlib.suppress(OSError):
+        die_with_parent(parent)
         load(*_groups(cpu))
 
 

@@ -1,14 +1,32 @@
-"""Background threads: every one is a daemon with a name, and a system that has no more of them is named."""
+"""What runs beside a caller: threads, daemons with names, and processes that end with the one that started them."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import os
+import signal
 import threading
 from collections.abc import Callable
 
 from ..errors import TransportError
 
-__all__ = ["start_thread"]
+__all__ = ["die_with_parent", "start_thread"]
+
+#: prctl(2): the signal that a process gets when the thread that started it ends.
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when ``parent``, which started it, ends, however that happens.
+
+    Raises:
+        OSError: the kernel refused, or the parent has ended already.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        raise OSError(f"the process that started this one, {parent}, has ended")
 
 
 def start_thread(name: str, body: Callable[..., None], *arguments: object) -> threading.Thread:

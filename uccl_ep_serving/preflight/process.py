@@ -7,7 +7,7 @@ import sys
 
 import msgspec
 
-from ..bench.launch import die_with_parent
+from ..native.background import die_with_parent
 from .job import Job
 from .outcome import Line, News
 from .rank import run

@@ -79,17 +79,9 @@ def _print(outcome: Outcome, job: Job, seconds: float, console: Console) -> None
         if 1 < len(outcome.routes) <= _MOST_COLUMNS:
             console.print(_matrix(outcome))
     console.print(_table(outcome.findings))
-    faults = [one for one in outcome.findings if one.fault]
-    for one in faults:
-        assert one.fault is not None
-        console.print(Text.assemble("\n", (one.part, "bold"), f": {one.fault.where}"), soft_wrap=True)
-        for title, words in (
-            ("expected", one.fault.expected),
-            ("found", one.fault.found),
-            ("likely cause", one.fault.cause),
-            ("next step", one.fault.step),
-        ):
-            console.print(f"  {title}: {words}", markup=False, highlight=False, soft_wrap=True)
+    faults = [(one.part, one.fault) for one in outcome.findings if one.fault]
+    for part, fault in faults:
+        console.print(Text.assemble("\n", (part, "bold"), f": {fault.lines}"), soft_wrap=True)
     notes = sum(bool(one.note) for one in outcome.findings)
     ranks = f"node {job.node}"
     if outcome.known:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import psutil
 
-from uccl_ep_serving.bench.launch import die_with_parent
 from uccl_ep_serving.cli.warm.tasks import Outcome, Task
+from uccl_ep_serving.native.background import die_with_parent
 from uccl_ep_serving.proxy import cgroup
 
 __all__ = ["Result", "most_jobs", "results"]
