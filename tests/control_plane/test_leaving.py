@@ -203,7 +203,7 @@ def test_a_kernel_that_waits_for_a_peer_does_not_hold_windows_that_are_laid_out_
 
 
 def test_a_device_that_hangs_under_something_else_holds_neither_a_close_nor_a_rebuild(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels that look at the sticky error stand behind one that does not: memory stays, and time is limited."""
 
@@ -211,6 +211,7 @@ def test_a_device_that_hangs_under_something_else_holds_neither_a_close_nor_a_re
         time.sleep(max(deadline - time.monotonic(), 0.0))
         return False
 
+    monkeypatch.setattr(data_plane, "_DEVICE_SECONDS", 0.5)
     environment = {"heap_bytes": 1 << 20, "timeout": 60.0, "connect_timeout": 1.0}
     buffer = Buffer(_Alone(), settings=Settings.from_environment({}, **environment))
     kept, released = [], []

@@ -36,6 +36,8 @@ _log = logging.getLogger("uccl_ep_serving")
 
 #: Seconds that a proxy thread has to stop, however little is left of the time for closing.
 _STOP_SECONDS = 2.0
+#: Seconds that a device has to finish what it was given, however little is left: an engine's longest kernels, and more.
+_DEVICE_SECONDS = 10.0
 _LENDING = "registering device windows with the NICs"
 #: While writes drain, lost peers are looked for this often.
 _WATCH_SECONDS = 0.05
@@ -260,7 +262,7 @@ class DataPlane:
                     raise
                 _log.error("%s. They stay until this process ends", error)
                 return
-        if self in _abandoned or not self._devices_finish(max(deadline, time.monotonic() + _STOP_SECONDS)):
+        if self in _abandoned or not self._devices_finish(max(deadline, time.monotonic() + _DEVICE_SECONDS)):
             return
         with contextlib.ExitStack() as steps:  # runs from the last to the first, each whatever becomes of the others
             for segment in self.segments:
