@@ -73,6 +73,7 @@ def _pack(
     """Rows for ``source`` at address ``message``, and the header except for its number and counts."""
     topk, most = get(route, block.TOPK), get(route, block.TOKENS)
     form = peek(ll.route_word(context, route, block.RETURN_FORM, source))
+    once = topk > get(route, block.EXPERTS) // rank_count(context)  # as routing.route() counts them
     places = get(route, block.PLACES) + 4 * source * most * topk
     weights = get(route, block.WEIGHTS) + 4 * source * most * topk
     poke(message + ll.AT_TAG, _COMBINE_TAG)
@@ -90,7 +91,7 @@ def _pack(
         else:
             for slot in range(topk):
                 place = peek32(places + 4 * slot)
-                if place != _NO_PLACE:
+                if place != _NO_PLACE and not (once and ll.is_repeated(places, slot)):
                     copy(row, x + place * payload, payload)
                     row += row_bytes
         places += 4 * topk

@@ -85,6 +85,7 @@ def _pack_rows(
     topk, meta_size = get(route, block.TOPK), get(route, block.META)
     local_experts = get(route, block.EXPERTS) // rank_count(context)
     lowest = peer * local_experts
+    once = topk > local_experts  # as routing.route() counts them
     order = get(route, block.ORDER) + 4 * peek(ll.route_word(context, route, block.STARTS, peer))
     counts = message + HEADER_BYTES
     zero(counts, 4 * local_experts)
@@ -98,12 +99,13 @@ def _pack_rows(
             expert = peek(topk_idx + 8 * (token * topk + slot)) - lowest
             place = _NO_EXPERT
             if 0 <= expert < local_experts:
-                pairs += 1
                 # an expert that is named twice gets the row once, and both slots find it there
                 for earlier in range(slot):
                     other = peek32(meta + 8 + 4 * earlier)
                     if other != _NO_EXPERT and other >> PLACE_SHIFT == expert:
                         place = other
+                if place == _NO_EXPERT or not once:
+                    pairs += 1
                 if place == _NO_EXPERT:
                     position = peek32(counts + 4 * expert)
                     poke32(counts + 4 * expert, position + 1)
@@ -234,8 +236,10 @@ def _take_header(context: int, state: int, route: int, source: int, number: int,
     most = get(route, block.TOKENS)
     if rows > most:
         return ll.refuse(context, source, stream, rows, most)
-    if pairs < 0 or pairs > rows * get(route, block.TOPK):
-        return ll.refuse(context, source, stream, pairs, rows * get(route, block.TOPK))
+    # no more rows return to a source than there is room for
+    each = min(get(route, block.TOPK), get(route, block.EXPERTS) // rank_count(context))
+    if pairs < 0 or pairs > rows * each:
+        return ll.refuse(context, source, stream, pairs, rows * each)
     back = rows if reduced else pairs
     poke(ll.route_word(context, route, block.RECEIVED, source), rows)
     poke(ll.route_word(context, route, block.RETURN_ROWS, source), back)
@@ -289,6 +293,7 @@ def _place_rows(
     ranks = rank_count(context)
     most, topk, meta_size = get(route, block.TOKENS), get(route, block.TOPK), get(route, block.META)
     local_experts = get(route, block.EXPERTS) // ranks
+    once = topk > local_experts  # as routing.route() counts them
     capacity = ranks * most
     tokens = peek(ll.route_word(context, route, block.RECEIVED, source))
     weighted = peek(ll.route_word(context, route, block.RETURN_FORM, source)) == FORM_REDUCED
@@ -311,7 +316,6 @@ def _place_rows(
             if place == _NO_EXPERT:
                 poke32(places + 4 * slot, _NO_EXPERT)
                 continue
-            pairs += 1
             expert, position = place >> PLACE_SHIFT, place & _POSITION
             if expert >= local_experts:
                 return ll.refuse(context, source, stream, expert, local_experts)
@@ -321,6 +325,8 @@ def _place_rows(
             place = expert * capacity + (layout >> 32) + position
             poke32(src_info + 4 * place, token)
             poke32(places + 4 * slot, place)
+            if not once or not ll.is_repeated(places, slot):
+                pairs += 1
         if weighted:
             copy(weights, meta + 8 + 4 * topk, 4 * topk)
         places += 4 * topk

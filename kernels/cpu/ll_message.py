@@ -10,10 +10,10 @@ received yet (its recv hook was not called) is listened to as well: the peer cou
 
 from __future__ import annotations
 
-from ...native.atomics import load64, peek, poke, store64
+from ...native.atomics import load64, peek, peek32, poke, store64
 from ...native.calls import monotonic_ns
 from ...native.failure import set_failure
-from ...native.jit import compiled
+from ...native.jit import compiled, inlined
 from ...protocol.context import FAILURE_PROTOCOL, STATUS_OK, STATUS_PENDING, STATUS_PROTOCOL
 from ...protocol.message import CODING_MARK, HEADER_BYTES, NOTICE_SLOTS, LowLatencyHeader, Notice
 from ...protocol.streams import LL_COMBINE, LL_DISPATCH, MAX_CHANNELS, NOTICE
@@ -60,6 +60,16 @@ def peer_word(context: int, state: int, table: int, peer: int) -> int:
 def route_word(context: int, route: int, table: int, rank: int) -> int:
     """Address of a rank's entry in a table of the route block."""
     return route + 8 * (block.ROUTE_TABLES + table * rank_count(context) + rank)
+
+
+@inlined
+def is_repeated(places: int, slot: int) -> bool:
+    """Whether an earlier slot of a token has the same place, of the int32 places at ``places``: it names that expert
+    twice."""
+    found = False
+    for earlier in range(slot):
+        found |= peek32(places + 4 * earlier) == peek32(places + 4 * slot)
+    return found
 
 
 @compiled

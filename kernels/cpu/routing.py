@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ...native.atomics import peek, peek8, peek32, poke, poke8, poke32, zero
 from ...native.groups import Group
-from ...native.jit import compiled
+from ...native.jit import compiled, inlined
 from ...protocol.layout import MAX_EXPERTS
 from ..blocks import normal as block
 from .context import is_masked, rank_count
@@ -22,6 +22,15 @@ def first_bad_id(topk_idx: int, count: int, experts: int) -> int:
         expert = peek(topk_idx + 8 * position)
         if expert < -1 or expert >= experts:
             return position
+    return -1
+
+
+@inlined
+def named_before(ids: int, slot: int) -> int:
+    """The first slot of a token before ``slot`` with the same id, of the int64 ids at ``ids``, or -1."""
+    for earlier in range(slot):
+        if peek(ids + 8 * earlier) == peek(ids + 8 * slot):
+            return earlier
     return -1
 
 
@@ -45,10 +54,11 @@ def route(
 
     Args:
         topk_idx: int64[tokens, topk], global expert ids; expert e lives on rank ``e // local_experts``.
-        reduced: 1 = a destination returns one row per token, 0 = one row per (token, slot).
+        reduced: 1 = a destination returns one row per token, 0 = one row per (token, slot) pair.
         starts: int64[ranks], out: first entry of a rank's list in ``order``.
         counts: int64[ranks], out: tokens for the rank.
-        pairs: int64[ranks], out: (token, slot) pairs for the rank.
+        pairs: int64[ranks], out: (token, slot) pairs for the rank. Where a token has more slots than a rank has
+            experts, slots that name the same expert are one: a rank has room to return a row for each of its experts.
         order: int32[tokens x min(topk, ranks)], out: token indices, grouped by rank.
         returns: int64[tokens, topk], out: where a token's contributions come back, ``rank << 32 | row``. Reduced: by
             ascending rank, then -1. Not reduced: by slot, -1 where the slot has no expert.
@@ -56,7 +66,6 @@ def route(
     ranks = rank_count(context)
     for rank in range(ranks):
         poke(counts + 8 * rank, 0)
-        poke(pairs + 8 * rank, 0)
         # while counting, starts holds the last token counted for the rank
         poke(starts + 8 * rank, -1)
     for token in range(tokens):
@@ -67,7 +76,6 @@ def route(
             rank = expert // local_experts
             if is_masked(context, rank):
                 continue
-            poke(pairs + 8 * rank, peek(pairs + 8 * rank) + 1)
             if peek(starts + 8 * rank) != token:
                 poke(starts + 8 * rank, token)
                 poke(counts + 8 * rank, peek(counts + 8 * rank) + 1)
@@ -79,9 +87,9 @@ def route(
         poke(pairs + 8 * rank, 0)
     for token in range(tokens):
         entries = 0
-        mine = returns + 8 * token * topk
+        ids, mine = topk_idx + 8 * token * topk, returns + 8 * token * topk
         for slot in range(topk):
-            expert = peek(topk_idx + 8 * (token * topk + slot))
+            expert = peek(ids + 8 * slot)
             rank = expert // local_experts
             if expert < 0 or is_masked(context, rank):
                 if not reduced:
@@ -90,15 +98,16 @@ def route(
             row = peek(counts + 8 * rank)
             known = False
             for other in range(slot):
-                earlier = peek(topk_idx + 8 * (token * topk + other))
+                earlier = peek(ids + 8 * other)
                 if earlier >= 0 and earlier // local_experts == rank:
                     known = True
                     break
             if not known:
                 poke32(order + 4 * (peek(starts + 8 * rank) + row), token)
                 poke(counts + 8 * rank, row + 1)
+            same = named_before(ids, slot) if topk > local_experts else -1
             if not reduced:
-                poke(mine + 8 * slot, rank << 32 | peek(pairs + 8 * rank))
+                poke(mine + 8 * slot, peek(mine + 8 * same) if same >= 0 else rank << 32 | peek(pairs + 8 * rank))
             elif not known:
                 # insertion into the ascending list: topk is small
                 at = entries
@@ -107,7 +116,7 @@ def route(
                     at -= 1
                 poke(mine + 8 * at, rank << 32 | row)
                 entries += 1
-            poke(pairs + 8 * rank, peek(pairs + 8 * rank) + 1)
+            poke(pairs + 8 * rank, peek(pairs + 8 * rank) + (same < 0))
         if reduced:
             for slot in range(entries, topk):
                 poke(mine + 8 * slot, -1)

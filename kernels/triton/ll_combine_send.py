@@ -225,7 +225,12 @@ def _pack_rows(
             for slot in range(shape.TOPK):
                 place = tl.load(int32s(places + 4 * (index * shape.TOPK + slot)), mask=inside, other=-1)
                 begin = x + _expert_row(layout_range, place, source, ranks, capacity) * (shape.HIDDEN * width)
-                here = (place >= 0)[:, None] & (word < words)
+                new = place >= 0
+                if shape.ONCE:
+                    for other in range(slot):
+                        at = 4 * (index * shape.TOPK + other)
+                        new &= tl.load(int32s(places + at), mask=inside, other=-1) != place
+                here = new[:, None] & (word < words)
                 moved = tl.load(aligned(begin, tl.int32)[:, None] + word, mask=here, other=0)
                 tl.store(aligned(first_row + pair * shape.ROW_BYTES, tl.int32)[:, None] + word, moved, mask=here)
-                pair += (place >= 0).to(tl.int64)
+                pair += new.to(tl.int64)

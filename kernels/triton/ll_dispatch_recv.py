@@ -31,6 +31,7 @@ from .context import has_failed_now, is_live, landing_window, rank_count, stream
 from .kernel import kernel
 from .ll_counts import mark_read
 from .ll_message import AT_CODING, AT_RETURN_OFFSET, AT_ROWS, HEADER, LOW, MARK, check_header, read_header, word_of
+from .ll_routing import earlier_equal
 from .programs import DISPATCH_RECV, Message, MessageShape, await_ready, finish_one, last_peer, stamp_of, tell_ready
 from .target import lanes
 from .wait import FAILURE_PROTOCOL, fail, wait_messages
@@ -80,6 +81,15 @@ def _refuse(one: Message, got: tl.tensor, expected: tl.tensor) -> None:
 
 
 @triton.jit
+def _most_pairs(one: Message, rows: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Pairs that ``rows`` tokens can have on this rank."""
+    if shape.ONCE:
+        return rows * peek(one.route + P.LOCAL)
+    else:
+        return rows * shape.TOPK
+
+
+@triton.jit
 def _take_header(one: Message, message: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Check what the source says, and note it in the route block. False when it is refused."""
     most = peek(one.route + P.TOKENS)
@@ -94,8 +104,9 @@ def _take_header(one: Message, message: tl.tensor, shape: tl.constexpr) -> tl.te
         got, expected = MARK | coding & LOW, expected * 0 + (MARK | shape.CODING)
     if (got == expected) & (rows > most):
         got, expected = rows, most
-    if (got == expected) & ((pairs < 0) | (pairs > rows * shape.TOPK)):
-        got, expected = pairs, rows * shape.TOPK
+    # no more rows return to a source than there is room for
+    if (got == expected) & ((pairs < 0) | (pairs > _most_pairs(one, rows, shape))):
+        got, expected = pairs, _most_pairs(one, rows, shape)
     if (got == expected) & ((back < 0) | ((back & 15) != 0) | (back > room)):
         got, expected = back, tl.where(back == 0, 1, 0).to(tl.int64)
     good = got == expected
@@ -292,7 +303,8 @@ def _copy_rows(
         known = here & (place >= 0) & (expert < local)
         layout = tl.load(int64s(layout_range + 8 * (expert * ranks + source)), mask=known, other=0)
         right = known & (position < (layout & LOW))
-        pairs = tl.sum(here.to(tl.int32), axis=1)
+        paired = here & (earlier_equal(place, shape.SLOTS) == 0) if shape.ONCE else here
+        pairs = tl.sum(paired.to(tl.int32), axis=1)
         wrong = (origin < 0) | (origin >= most.to(tl.int32)) | (tl.sum((here & (right == 0)).to(tl.int32), axis=1) > 0)
         if reduced == 0:
             wrong |= (before < 0) | (before.to(tl.int64) + pairs > returned)

@@ -31,7 +31,7 @@ from .context import channel_count, has_failed_now, is_live, own_rank, peer_wind
 from .kernel import kernel
 from .ll_counts import tell_dispatches_read, wait_space
 from .ll_message import HEADER, LOW, offset_among, place_message, put_message, write_header
-from .ll_routing import NOWHERE, earlier_equal, expert_ids, list_rows, named_before, ranks_of
+from .ll_routing import NOWHERE, earlier_equal, expert_ids, list_rows, named_before, pairs_before, ranks_of
 from .programs import (
     DISPATCH_SEND,
     Message,
@@ -108,7 +108,7 @@ def _serve(
     stamp, experts = stamp_of(DISPATCH_SEND, number), peek(plan + P.EXPERTS)
     local = peek(plan + P.LOCAL)
     earlier = route + peek(plan + P.ROUTE_EARLIER) + 8 * peer * peek(plan + P.TOKENS)
-    listed, wrong = list_rows(topk_idx, tokens, peer * local, local, experts, earlier, shape.TOPK)
+    listed, wrong = list_rows(topk_idx, tokens, peer * local, local, experts, earlier, shape.TOPK, shape.ONCE)
     good = has_failed_now(context) == 0
     if peer == 0:
         _begin_route(one, plan, local, wrong, experts)
@@ -301,6 +301,9 @@ def dispatch_send(
                 many = tl.sum(first.to(tl.int32), axis=1)[:, None]
                 tl.store(returns - slot + tl.sum(below, axis=2), there | row, mask=first)
                 tl.store(returns, tl.full([SHAPE.ROWS, SHAPE.SLOTS], -1, tl.int64), mask=inside & (slot >= many))
+            elif SHAPE.ONCE:
+                pair = pairs + pairs_before(rank, ids, SHAPE.SLOTS)
+                tl.store(returns, tl.where(ready, there | pair, -1), mask=inside)
             else:
                 tl.store(returns, tl.where(ready, there | (pairs + within), -1), mask=inside)
             tl.store(int32s(meta), (token[:, None] + tl.zeros_like(meta)).to(tl.int32), mask=first)

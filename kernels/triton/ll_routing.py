@@ -46,6 +46,17 @@ def earlier_equal(values: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def pairs_before(rank: tl.tensor, ids: tl.tensor, SLOTS: tl.constexpr) -> tl.tensor:
+    """Of each slot [rows, SLOTS], how many pairs its token has with the same rank before it. Slots that name one expert
+    are one pair, the first of them."""
+    slot = tl.arange(0, SLOTS)
+    new = (earlier_equal(ids, SLOTS) == 0)[:, None, :]
+    before = new & (rank[:, :, None] == rank[:, None, :]) & (slot[None, None, :] < slot[None, :, None])
+    ahead = tl.sum(before.to(tl.int32), axis=2)[:, None, :]
+    return tl.sum(tl.where(new & (ids[:, :, None] == ids[:, None, :]), ahead, 0), axis=2)
+
+
+@triton.jit
 def _apart(counts: tl.tensor) -> tl.tensor:
     """Pairs in the upper half of 64 bits, rows in the lower."""
     return ((counts >> _ROWS_BITS).to(tl.int64) << 32) | (counts & _ROWS).to(tl.int64)
@@ -60,6 +71,7 @@ def list_rows(
     experts: tl.tensor,
     earlier: tl.tensor,
     TOPK: tl.constexpr,
+    ONCE: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
     """Of the ``local`` experts from ``lowest`` on, store at ``earlier`` what tokens before each have. (Rows, and in the
     upper half pairs, of all; smallest position of a wrong id of any expert, int32.)"""
@@ -67,11 +79,16 @@ def list_rows(
     wrong = tl.full([lanes()], NOWHERE, tl.int32)
     for first in range(0, tokens, lanes()):
         token = first + tl.arange(0, lanes()).to(tl.int64)
-        pairs = tl.zeros([lanes()], tl.int32)
+        pairs, seen = tl.zeros([lanes()], tl.int32), ()
         for slot in tl.static_range(TOPK):
             ids, bad = expert_ids(topk_idx, token, slot, tokens, experts, TOPK)
             at_home = ids - lowest.to(tl.int32)
-            pairs += ((at_home >= 0) & (at_home < local.to(tl.int32))).to(tl.int32)
+            here = (at_home >= 0) & (at_home < local.to(tl.int32))
+            if ONCE:
+                for before in tl.static_range(slot):
+                    here &= seen[before] != ids
+                seen += (ids,)  # type: ignore[assignment]
+            pairs += here.to(tl.int32)
             wrong = tl.minimum(wrong, tl.where(bad, (token * TOPK + slot).to(tl.int32), NOWHERE))
         # of so few tokens both counts fit in 32 bits, of which a scan takes half the shuffles
         some = (pairs << _ROWS_BITS) | (pairs > 0).to(tl.int32)

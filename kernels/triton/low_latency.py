@@ -59,6 +59,7 @@ class TritonLowLatencyKernels:
             "SLOTS": self._slots,
             "ROWS": self._rows,
             "STARTS_IN_ORDER": self.target.in_order,
+            "ONCE": plan.topk > plan.local_experts,
         }
         self.fp8_dtype = torch.float8_e4m3fnuz if self.target.fnuz else torch.float8_e4m3fn
         # each is made once for its formats, of which an engine has one or two

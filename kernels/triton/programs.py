@@ -37,6 +37,7 @@ class MessageShape(Shape):
         ROW_BYTES: of a row on the wire. TOPK: slots of a token; SLOTS: rounded up to a power of two.
         ROWS, BLOCK: rows, and values or words of each, that a program has at a time; BLOCK is a power of two.
         STARTS_IN_ORDER: programs start in the order of their numbers.
+        ONCE: a token has more slots than a rank has experts: slots that name one expert are one pair.
     """
 
     ROW_BYTES: int
@@ -45,6 +46,7 @@ class MessageShape(Shape):
     ROWS: int
     BLOCK: int
     STARTS_IN_ORDER: bool
+    ONCE: bool
 
 
 class Message(NamedTuple):

@@ -56,7 +56,7 @@ def test_formats(case: Case, reduced: bool) -> None:
 
 
 @pytest.mark.parametrize("reduced", [True, False], ids=["reduced", "expanded"])
-@pytest.mark.parametrize("routing", ["none", "holes", "one", "far", "twice"])
+@pytest.mark.parametrize("routing", ["none", "holes", "one", "far", "twice", "same"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_routing(ranks: int, routing: str, reduced: bool) -> None:
     run(Case(ranks=ranks, routing=routing, reduced=reduced))

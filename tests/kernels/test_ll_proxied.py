@@ -11,7 +11,7 @@ import torch
 
 from tests.support.direct_ranks import DirectGroup
 from tests.support.fake_ranks import HOSTILE, FakeGroup
-from tests.support.ll_cases import Case, check_combined, run_rank
+from tests.support.ll_cases import Case, check_combined, reserve, run_rank
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.modes.low_latency_cpu import LowLatency
 from uccl_ep_serving.proxy.transport.fake import Adversary
@@ -59,6 +59,29 @@ def test_late_repetitions(seed: int, reduced: bool) -> None:
     late = Adversary(duplicate=0.5, linger=0.97)
     with FakeGroup(3, adversary=late, seed=seed, settings=Settings(timeout=30.0)) as group:
         run(group, Case(ranks=3, experts=6, topk=2, reduced=reduced, counts=(8, 5, 8), seed=seed), repeats=16)
+
+
+@pytest.mark.parametrize("routing", ["same", "twice"])
+def test_tokens_that_name_an_expert_in_many_slots_return_no_more_rows_than_there_is_room_for(routing: str) -> None:
+    """With more slots than a rank has experts, and all tokens for the same rank: its staging is full, and no more."""
+    case = Case(ranks=4, tokens=16, counts=(16,), experts=4, topk=4, reduced=False, routing=routing)
+    inputs = [replace(given, topk_idx=given.topk_idx * 0 + 3) for given in case.inputs()]
+    if routing == "twice":
+        inputs = case.inputs()
+
+    def body(runtime: Any) -> None:
+        low_latency = LowLatency(runtime)
+        reserve(low_latency, case)
+        region = runtime.layout["ll_combine_send"]
+        behind = runtime.space._segment.bytes[region.offset + region.nbytes :][:65536]
+        behind[:] = 0xA5
+        runtime.group.barrier.wait(10)
+        combined = run_rank(case, low_latency, runtime.rank, inputs)
+        check_combined(case, inputs, runtime.rank, combined)
+        assert (behind == 0xA5).all()
+
+    with FakeGroup(4, settings=Settings(timeout=30.0)) as group:
+        group.run(body)
 
 
 def test_smallest_ring() -> None:

@@ -58,7 +58,7 @@ def shape(draw: st.DrawFn) -> Case:
         topk=draw(st.integers(1, min(8, experts))),
         dtype=draw(st.sampled_from([torch.bfloat16, torch.float32])),
         reduced=draw(st.booleans()),
-        routing=draw(st.sampled_from(["random", "holes", "last", "far"])),
+        routing=draw(st.sampled_from(["random", "holes", "last", "far", "twice", "same"])),
     )
 
 

@@ -39,11 +39,16 @@ def expected(
     returns = np.full(ids.shape, -1, dtype=np.int64)
     for token, row in enumerate(ids.tolist()):
         owners = [e // local_experts if e >= 0 and e // local_experts not in masked else -1 for e in row]
+        of_expert: dict[int, int] = {}
         for slot, owner in enumerate(owners):
-            if owner >= 0:
-                if not reduced:
-                    returns[token, slot] = owner << 32 | pairs[owner]
-                pairs[owner] += 1
+            if owner < 0:
+                continue
+            pair = pairs[owner]
+            if len(row) > local_experts:
+                pair = of_expert.setdefault(row[slot], pair)
+            if not reduced:
+                returns[token, slot] = owner << 32 | pair
+            pairs[owner] = max(pairs[owner], pair + 1)
         chosen = sorted(set(owners) - {-1})
         for place, owner in enumerate(chosen):
             if reduced:
@@ -75,6 +80,8 @@ def test_against_plain_python(data: st.DataObject) -> None:
     want_lists, want_pairs, want_returns = expected(ids, ranks, local_experts, reduced, masked)
     assert lists == want_lists
     assert pairs == want_pairs
+    # for as many rows a rank has room in what it packs for this one, see LowLatencyPlan.room
+    assert all(many <= len(tokens) * min(topk, local_experts) for many, tokens in zip(pairs, lists, strict=True))
     assert returns.tolist() == want_returns.tolist()
 
 

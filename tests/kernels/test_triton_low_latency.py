@@ -42,6 +42,8 @@ MORE: list[Case] = [
     Case(routing="one", reduced=False),
     Case(routing="twice"),
     Case(routing="twice", reduced=False),
+    Case(experts=4, topk=3, routing="same", reduced=False),
+    Case(experts=4, topk=4, routing="twice", reduced=False, fp8=True),
     Case(routing="far", hidden=136),
     Case(tokens=1, counts=(1,)),
     Case(counts=(0,)),

@@ -27,7 +27,8 @@ class Case:
     """Sizes and formats of one dispatch and combine.
 
     ``counts``: tokens per rank, cycled. ``routing``: "random", "none" (all -1), "holes" (some -1), "one" (everybody
-    chooses expert 0), "last" (the last one), "far" (only experts of the next rank), "twice" (an expert named twice).
+    chooses expert 0), "last" (the last one), "far" (only experts of the next rank), "twice" (an expert named twice),
+    "same" (one expert in every slot).
     ``fnuz``: FP8 as gfx942 has it, whose largest value is 240. ``deterministic``: an expert's rows by source rank.
     """
 
@@ -74,6 +75,8 @@ class Case:
             ids[:, 0] = self.experts - 1
         elif self.routing == "twice" and self.topk > 1:
             ids[:, -1] = ids[:, 0]
+        elif self.routing == "same":
+            ids[:] = ids[:, :1]
         return LowLatencyInput(x, ids, torch.rand(count, self.topk, generator=generator))
 
     @property

@@ -11,18 +11,21 @@ so that a row's place depends on no other one: it is written as soon as it is kn
 receiver that knows the counts of the sources can put it in its place before the others are there. The counts are
 rounded up to 16 bytes (:func:`counts_bytes`).
 
-``meta`` of a token (:func:`meta_bytes`): int32 token index at the source; int32 (token, slot) pairs of the message
-before it; ``topk`` int32 places, local expert << 16 | position among the message's rows of that expert, -1 for slots
-whose expert does not live at this destination; then, when the header says so, ``topk`` float32 router weights (always
-reserved). A token that names an expert twice has one row there, and both slots name its place. A row is the token's
-data followed by its scales, rounded up to 16 bytes (:func:`row_bytes`).
+``meta`` of a token (:func:`meta_bytes`): int32 token index at the source; int32 pairs of the message before it;
+``topk`` int32 places, local expert << 16 | position among the message's rows of that expert, -1 for slots whose expert
+does not live at this destination; then, when the header says so, ``topk`` float32 router weights (always reserved). A
+token that names an expert twice has one row there, and both slots name its place. A row is the token's data followed by
+its scales, rounded up to 16 bytes (:func:`row_bytes`).
 
 Low-latency combine message, at the offset the dispatch header named (``RETURN_OFFSET``):
 
     header (64 bytes) | rows
 
 in the order of the dispatch message: one row per token (``FORM_REDUCED``: weighted sum of its local experts) or one
-per (token, top-k slot that lives here) in slot order (``FORM_EXPANDED``).
+per pair in slot order (``FORM_EXPANDED``).
+
+A pair is a token and a top-k slot of it that lives there. Where ``topk`` exceeds the experts of a rank, the slots that
+name one expert are one pair, so that a token has at most as many pairs there as the rank has experts.
 """
 
 from __future__ import annotations
@@ -92,7 +95,7 @@ DTYPE_F32 = 2
 DTYPE_FP8 = 3  # e4m3, one float32 scale per 128 values
 DTYPE_FP8_UE8M0 = 4  # e4m3, one power-of-two exponent byte per 128 values
 
-#: In ROWS of a dispatch: rows in the lower half, their (token, slot) pairs above.
+#: In ROWS of a dispatch: rows in the lower half, their pairs above.
 PAIRS_SHIFT = 32
 #: In a place: position in the lower half, local expert above.
 PLACE_SHIFT = 16
@@ -138,7 +141,7 @@ class LowLatencyHeader:
     TAG = 0
     #: Message number of the phase, 0, 1, 2, …
     NUMBER = 1
-    #: Dispatch: (token, slot) pairs << 32 | tokens. Combine: rows.
+    #: Dispatch: pairs << 32 | tokens. Combine: rows.
     ROWS = 2
     #: Dispatch: DTYPE_* of the rows. Combine: FORM_* << 8 | DTYPE_* of the rows.
     CODING = 3
