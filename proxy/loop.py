@@ -33,8 +33,9 @@ SLEEP_LEAST = 5_000
 SLEEP_MOST = 800_000
 _SLEEP_SHARE = 32
 #: Several long idle proxies of a rank wake in nap slots of this length, one proxy a slot, so that together they wake no
-#: more often than a lone one. A proxy that wakes looks at the rings of all, so a command waits for no longer; whoever
-#: finds anything to do wakes the others. What arrives while nothing is sent waits for its proxy's own slot; but ranks
+#: more often than a lone one. Who wakes looks at the rings of all, and wakes the others where it finds anything to do,
+#: so that a command waits for no longer than that. While some proxies are busy it may: they look at their own rings
+#: alone, and in their slots nobody wakes. What arrives while nothing is sent waits for its proxy's own slot; but ranks
 #: of an operation all send.
 NAP_SLOT = SLEEP_MOST
 _LONG_IDLE = _SLEEP_SHARE * SLEEP_MOST

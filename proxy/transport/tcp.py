@@ -267,6 +267,11 @@ class TcpEndpoint:
             fd = self._descriptors[peer, number] = connection.detach()
             self._state.attach(peer * self._identity.connections + number, fd, proven)
 
+    def established(self) -> None:
+        """Every peer's proxies run."""
+        if self._mender is not None:
+            self._mender.established()
+
     def data_path(self) -> DataPath:
         """Addresses for the proxy loop; valid from ``connect`` to ``close``."""
         return self._data_path

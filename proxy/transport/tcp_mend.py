@@ -109,7 +109,7 @@ class Mender(TcpTalks):
         self._mended: dict[Key, float] = {}
         #: That nobody could be let in is not told before, a ``time.monotonic()`` instant.
         self._quiet_until = 0.0
-        self._stopping = False
+        self._stopping = self._all_started = False
         with contextlib.ExitStack() as undo:
             undo.callback(self.selector.close)
             try:
@@ -126,6 +126,11 @@ class Mender(TcpTalks):
             context[tcp.BELL] = self._bell
             self._thread = start_thread(f"uccl-ep tcp {me.rank}.{me.proxy}", self._run)
             undo.pop_all()
+
+    def established(self) -> None:
+        """The proxies of all ranks run: from now on a connection that is not made again in time is lost. Until then a
+        peer cannot let go of its end."""
+        self._all_started = True
 
     def close(self) -> None:
         """End the thread and close what it uses. Never raises."""
@@ -164,7 +169,7 @@ class Mender(TcpTalks):
         before = time.monotonic()
         while not self._stopping:
             now = time.monotonic()
-            if now - before > _STOOD_STILL_SECONDS:
+            if not self._all_started or now - before > _STOOD_STILL_SECONDS:
                 for broken in self._breaks.values():
                     broken.since += now - before
             self._collect(now)

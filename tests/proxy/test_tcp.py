@@ -148,6 +148,33 @@ class TestFramesAreNotTrusted:
             assert peer.port.post(1, 0, 0, 16, encode(Immediate(0, 8, 0, True)), 0) < 0
 
 
+def test_a_loss_that_waits_behind_what_others_sent_is_no_failure_to_post() -> None:
+    """It would be taken for one of this rank itself, which the others then go on without."""
+    with tcp_group(3, WINDOW) as group:
+        port, other = Port(group, 0), Port(group, 1)
+        assert port.poll() == []
+        group.endpoints[2].close()
+        assert port.poll() == []
+        time.sleep(0.3)  # nobody listens there any more
+        sent = [other.post(0, 0, 0, 0, encode(Immediate(1, 8, number, True)), number, 8) for number in range(200)]
+        assert sent == [base.ACCEPTED] * 200
+        other.flush()
+        time.sleep(0.1)
+        arrived, told, deadline = 0, False, time.monotonic() + 5.0
+        while not told:
+            events = port.poll()
+            arrived += sum(event.kind == base.ARRIVED for event in events)
+            told = any((event.kind, event.peer) == (base.DOWN, 2) for event in events)
+            answer = port.post(2, 0, 0, 16, encode(Immediate(0, 8, 0, True)), 0, 8)
+            assert told or answer in (base.ACCEPTED, base.BUSY), f"{answer} after {arrived} arrivals"
+            assert time.monotonic() < deadline
+        while arrived < 200:
+            other.poll()
+            arrived += len(port.poll())
+            assert time.monotonic() < deadline
+        assert port.post(2, 0, 0, 16, encode(Immediate(0, 8, 1, True)), 1, 8) < 0
+
+
 def test_losses_are_told_in_their_order() -> None:
     """A rank dies, another gives up because of it: whoever looks late must blame the first."""
     with tcp_group(4, WINDOW) as group:

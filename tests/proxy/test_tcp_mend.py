@@ -338,6 +338,31 @@ def test_time_in_which_a_rank_itself_stood_still_counts_for_nothing(monkeypatch:
         assert time.monotonic() - begun > 0.4
 
 
+@pytest.mark.parametrize("all_started", [False, True])
+def test_a_break_before_all_proxies_run_waits_for_them(all_started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that still connects its other endpoints cannot let go of its end."""
+    monkeypatch.setattr(tcp_mend, "RECONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(tcp_mend, "_OBEY_SECONDS", 0.05)
+    with wired() as (group, wires):
+        for rank in range(2):
+            mender_of(group, rank)._all_started = all_started
+        ports = [Port(group, rank) for rank in range(2)]
+        assert ports[0].poll() == []
+        wires[0].cut()
+        kinds, begun = set(), time.monotonic()
+        while time.monotonic() < begun + 0.8:
+            kinds |= {event.kind for event in ports[0].poll()}
+        assert kinds == ({base.DOWN} if all_started else set())
+        if all_started:
+            return
+        for endpoint in group.endpoints:
+            assert isinstance(endpoint, TcpEndpoint)
+            endpoint.established()
+        while not all(mender_of(group, rank).reconnections for rank in range(2)):
+            assert [port.poll() for port in ports] == [[], []]
+            assert time.monotonic() < begun + 5.0
+
+
 def test_an_order_to_go_on_keeps_its_descriptor_until_it_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """However late: once it is closed its number may be another file's."""
     monkeypatch.setattr(tcp_mend, "_OBEY_SECONDS", 0.05)

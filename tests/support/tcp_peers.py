@@ -52,8 +52,8 @@ def make(
 def connect_all(
     endpoints: Sequence[TcpEndpoint], seconds: float = 10.0, addresses: Sequence[bytes] = ()
 ) -> list[BaseException | None]:
-    """All endpoints connect to each other, at their own addresses or at these, each in a thread; by rank, what it
-    raised."""
+    """All endpoints connect to each other, at their own addresses or at these, each in a thread, and hear that all
+    have; by rank, what it raised."""
     addresses = addresses or [endpoint.address() for endpoint in endpoints]
     raised: list[BaseException | None] = [None] * len(endpoints)
     deadline = time.monotonic() + seconds
@@ -69,6 +69,9 @@ def connect_all(
         thread.start()
     for thread in threads:
         thread.join()
+    if not any(raised):
+        for endpoint in endpoints:
+            endpoint.established()
     return raised
 
 
