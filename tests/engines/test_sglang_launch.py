@@ -49,6 +49,14 @@ OTHERS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64,
         "sliding_window": 128,
     },
+    "sdar_moe": {
+        "architectures": ["SDARMoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
 }
 DEEPSEEK_V3 = MoeShape(hidden=7168, experts=256, topk=8, intermediate=2048)
 NODE = "--tp 8 --attn-dp-size 8"
@@ -60,6 +68,8 @@ CUTEDSL = "--moe-runner-backend flashinfer_cutedsl --quantization modelopt_fp4"
 #: Models whose memory SGLang sizes in another way where --max-running-requests is given; HERE is where they lie.
 QWEN3_NEXT = "--model-path HERE/qwen3_next"
 DEEPSEEK_V4 = "--model-path HERE/deepseek_v4"
+#: A diffusion model, which denoises blocks of four tokens.
+SDAR = "--model-path HERE/sdar_moe --dllm-algorithm LowConfidence"
 VARIABLE = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 
 #: Line, variables, tokens of the window, most running requests of a data-parallel rank.
@@ -76,6 +86,7 @@ DECIDED = [
         f"{NODE} {MTP} --speculative-num-draft-tokens 4 --max-running-requests 1024", {}, 512, 128, id="MTP wide"
     ),
     pytest.param(f"{NODE} --enable-two-batch-overlap", {}, 512, 512, id="two-batch overlap"),
+    pytest.param(f"{NODE} --max-running-requests 64 {SDAR}", {}, 32, 8, id="a diffusion model"),
     pytest.param(f"{NODE} --deepep-mode low_latency --disaggregation-mode decode", {}, 512, 512, id="decode server"),
     pytest.param(f"{NODE} --deepep-mode normal --disaggregation-mode prefill", {}, 0, None, id="prefill server"),
     pytest.param(PREFILL, {}, 0, None, id="prefill server, auto"),
@@ -140,6 +151,12 @@ REFUSED = [
     ),
     (f"{NODE} --deepep-dispatcher-output-dtype nvfp4", {}, ["output-dtype nvfp4", "bf16 or fp8"]),
     (NODE, {"SGLANG_MOE_NVFP4_DISPATCH": "1"}, ["SGLANG_MOE_NVFP4_DISPATCH=1", "Unset it"]),
+    (
+        NODE,
+        {"SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP": "1"},
+        ["with --deepep-mode auto", "unset it, or --deepep-mode normal"],
+    ),
+    (NODE, {"SGLANG_FLASHINFER_AUTOTUNE_EXTEND": "1"}, ["prefill's tokens through the low-latency window"]),
     (NODE, {VARIABLE: "8193"}, [f"{VARIABLE} = 8193 is outside 1..8192"]),
 ]
 

@@ -74,6 +74,27 @@ def engine_without_expert_parallelism(backend: str, data: int, model: str, dense
     return "accepted"
 
 
+def engine_of_long_steps(backend: str, tokens: int, model: str) -> str:
+    """What ``VllmConfig`` says of steps of so many tokens, which its CPU platform would change."""
+    from vllm.config import ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.platforms import current_platform
+
+    type(current_platform).check_and_update_config = classmethod(lambda cls, config: None)
+    parallel = parallel_config(all2all_backend=backend, data_parallel_size=2)
+    scheduler = SchedulerConfig(
+        max_num_batched_tokens=tokens, max_num_seqs=8, max_model_len=64, is_encoder_decoder=False
+    )
+    try:
+        VllmConfig(
+            parallel_config=parallel,
+            model_config=ModelConfig(model=model, dtype="float32", max_model_len=64),
+            scheduler_config=scheduler,
+        )
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
 def engine_refused_by_vllm(backend: str) -> tuple[list[str], list[str]]:
     """What vLLM's refusals of a configuration say where they name the backend, and what the package logs before."""
     from vllm.config import CompilationConfig, VllmConfig
@@ -137,6 +158,21 @@ def test_data_parallelism_without_expert_parallelism_is_refused_at_launch(
     assert "Next step: --enable-expert-parallel" in refused
     assert in_engine(engine_without_expert_parallelism, name, 1, model, False) == "accepted"
     assert in_engine(engine_without_expert_parallelism, name, 2, model, True) == "accepted"
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "said"),
+    [
+        ("uccl_ep_low_latency", 8193, "8193 tokens per rank and step, of which low latency takes at most 8192"),
+        ("uccl_ep_low_latency", 512, "accepted"),
+        ("uccl_ep", 16384, "accepted"),
+    ],
+)
+def test_steps_that_low_latency_cannot_take_are_refused_at_launch(
+    in_engine: InEngine, model: str, name: str, tokens: int, said: str
+) -> None:
+    """Not by each worker, once it has loaded the weights."""
+    assert said in in_engine(engine_of_long_steps, name, tokens, model)
 
 
 @pytest.mark.parametrize("name", NAMES)

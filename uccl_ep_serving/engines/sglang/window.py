@@ -41,7 +41,7 @@ class Steps:
         ranks: data-parallel ranks of attention.
         captured: requests of the largest captured step.
         running: ``--max-running-requests``, of all ranks together, or None.
-        width: tokens of a request in one step: 1, or those of speculation.
+        width: tokens of a request in one step: 1, or those of speculation, or the block of a diffusion model.
         multiple: requests of a step are padded to a multiple of it.
     """
 
@@ -83,8 +83,9 @@ def choose(steps: Steps, asked: int | None) -> int:
     limit = asked or MOST_TOKENS
     if steps.requests(limit) < 1:
         raise ConfigError(
-            f"low-latency window: one request takes {steps.tokens(1)} tokens in a step (speculation), and the window "
-            f"has {limit}. Next step: {WINDOW_VARIABLE}={steps.tokens(1)}, or fewer --speculative-num-draft-tokens"
+            f"low-latency window: one request takes {steps.tokens(1)} tokens in a step (speculation, or a block), and "
+            f"the window has {limit}. Next step: {WINDOW_VARIABLE}={steps.tokens(1)}, or fewer "
+            "--speculative-num-draft-tokens"
         )
     if steps.running is None:
         return asked or min(limit, steps.tokens(steps.captured))
@@ -160,6 +161,10 @@ def _steps(overrides: Any, server_args: Any, cfg: Any) -> Steps:
         width = max(drafted or 1, cfg.speculative_eagle_topk or 1)
         if getattr(cfg, "enable_multi_layer_eagle", False):
             width = max(width, 2 * (cfg.speculative_num_steps or 0))
+    if getattr(cfg, "dllm_algorithm", None):
+        # a diffusion model: each step denoises a block of every request
+        blocks = import_checked("sglang.srt.dllm.config", "DllmConfig").DllmConfig.from_server_args(server_args)
+        width = max(width, blocks.block_size)
     ranks = _attention_ranks(cfg)
     multiple = 2 if cfg.enable_two_batch_overlap else 1
     context_ranks = getattr(cfg, "attn_cp_size", None) or 1

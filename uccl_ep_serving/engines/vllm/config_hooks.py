@@ -199,13 +199,17 @@ def _post_init_as_deepep(original: Callable[..., Any]) -> Any:
         _say_twin(ours, theirs)
         parallel.all2all_backend = theirs
         try:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
         except Exception as error:
             error.args = tuple(one.replace(theirs, ours) if isinstance(one, str) else one for one in error.args)
             raise
         finally:
             if parallel.all2all_backend == theirs:  # else vLLM has chosen another one
                 parallel.all2all_backend = ours
+        if parallel.use_all2all and parallel.enable_expert_parallel:
+            # now that vLLM has settled them; its workers would find out once the weights are loaded
+            layer_hooks.check_step_fits(parallel.all2all_backend, self.scheduler_config.max_num_batched_tokens)
+        return result
 
     return hooks.mark(wrapped)
 

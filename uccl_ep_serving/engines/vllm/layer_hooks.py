@@ -168,6 +168,17 @@ def check_experts_are_parallel(backend: str, ranks: int, parallel: bool) -> None
         )
 
 
+def check_step_fits(backend: str, tokens: int) -> None:
+    """Raise ConfigError where a step of ``tokens`` tokens a rank is more than low latency takes at once."""
+    most = MAX_LOW_LATENCY_TOKENS
+    if backend == LOW_LATENCY and not 0 < tokens <= most:
+        raise ConfigError(
+            f"--all2all-backend {backend}: {tokens} tokens per rank and step, of which low latency takes at most "
+            f"{most}. Next step: --max-num-batched-tokens {most} or less (a few hundred is usual: memory grows with "
+            "it), or uccl_ep_high_throughput"
+        )
+
+
 def _made_by_us(given: Mapping[str, Any]) -> Any:
     made = make_prepare_finalize(
         given["moe"], given["quant_config"], given.get("routing_tables"), given.get("all2all_manager")
@@ -258,13 +269,7 @@ def make_prepare_finalize(
             rank_expert_offset=all2all_manager.rank * moe.num_local_experts,
             graphs=graphs if backend == ONE_NAME else None,
         )
-    most = MAX_LOW_LATENCY_TOKENS
-    if not 0 < moe.max_num_tokens <= most:
-        raise ConfigError(
-            f"--all2all-backend {backend}: {moe.max_num_tokens} tokens per rank and step, of which low latency takes "
-            f"at most {most}. Next step: --max-num-batched-tokens {most} or less (a few hundred is usual: memory "
-            "grows with it), or uccl_ep_high_throughput"
-        )
+    check_step_fits(backend, moe.max_num_tokens)
     tokens = whole_tiles(moe.max_num_tokens, ranks)
     return LowLatencyBatched(
         all2all_manager.get_handle({}),
