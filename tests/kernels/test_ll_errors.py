@@ -163,7 +163,7 @@ def test_handles_of_others() -> None:
         rows, _, handle, _, hook = low_latency.dispatch(**arguments(rank=runtime.rank), return_recv_hook=True)
         rest = handle.topk_idx, handle.topk_weights
         assert not handle.received  # a combine that believes it would read what no kernel has written
-        with pytest.raises(ConfigError, match="recv hook first"):
+        with pytest.raises(ConfigError, match="was not received, so that x is not made of its rows"):
             low_latency.combine(rows, *rest, handle)
         hook()
         assert handle.received

@@ -428,6 +428,22 @@ def test_dropped_hooks_free_their_slots(kind: str) -> None:
             group.run(body)
 
 
+def test_a_handle_whose_hook_was_dropped_is_combined_once_its_rows_were_received() -> None:
+    """Not at first: what the experts then gave was of no rows."""
+
+    def body(runtime: Any) -> None:
+        low_latency, inputs = LowLatency(runtime), CASE.inputs()
+        rows, count, handle, _, hook = low_latency.dispatch(**arguments(rank=runtime.rank), return_recv_hook=True)
+        del hook
+        given = handle.topk_idx, handle.topk_weights, handle
+        with pytest.raises(ConfigError, match="was not received, so that x is not made of its rows"):
+            low_latency.combine(rows, *given)
+        y = expert_output(received_values(CASE, rows, count), runtime.rank)
+        check_combined(CASE, inputs, runtime.rank, low_latency.combine(y, *given)[0])
+
+    DirectGroup(2).run(body)
+
+
 def test_a_hook_that_is_kept_still_holds_its_slot() -> None:
     def body(runtime: Any) -> None:
         low_latency = LowLatency(runtime)

@@ -273,10 +273,10 @@ def test_a_receive_in_place_of_a_dropped_hook_is_made_again_after_an_interruptio
         if len(made) == 1:
             raise KeyboardInterrupt
 
-    number = flight.start()
-    flight.drop(number, receive, None)
+    number, received = flight.start(), list[int]()
+    flight.drop(number, receive, lambda: received.append(flight.count), None)
     with pytest.raises(KeyboardInterrupt):
         flight.receive_dropped(None)
-    assert flight.has_dropped
+    assert (flight.has_dropped, received) == (True, [])
     flight.receive_dropped(None)
-    assert (made, flight.has_dropped, flight.count) == ([0, 1], False, 0)
+    assert (made, received, flight.has_dropped, flight.count) == ([0, 1], [0], False, 0)

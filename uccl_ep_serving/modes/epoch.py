@@ -23,7 +23,16 @@ from ..protocol.layout import LowLatencyPlan
 if TYPE_CHECKING:
     from ..gpu.context import GpuContext
 
-__all__ = ["RECEIVE_FIRST", "RESERVE_FIRST", "Epoch", "InFlight", "Operation", "RecvHook", "check_interrupted"]
+__all__ = [
+    "COMBINED_EARLY",
+    "RECEIVE_FIRST",
+    "RESERVE_FIRST",
+    "Epoch",
+    "InFlight",
+    "Operation",
+    "RecvHook",
+    "check_interrupted",
+]
 
 _VOID = "so what was sent before is void. Next step: go on with a dispatch on every rank"
 #: What the system raises, and torch, where a process has no memory or no descriptor left; a caller's timer may, too.
@@ -33,6 +42,10 @@ _SHORT = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EAGAIN)
 _SHORT_WORDS = ("out of memory", "allocate memory", "not enough memory", "can't start new thread")
 #: What an operation is told that needs another one to be received.
 RECEIVE_FIRST = "Next step: call its recv hook first"
+COMBINED_EARLY = (
+    "the dispatch of this handle was not received, so that x is not made of its rows. Next step: call its recv hook, "
+    "then compute x (where the hook was dropped, the rows are there now)"
+)
 #: What a captured operation is told that needs what cannot be captured.
 RESERVE_FIRST = (
     "Next step: before the capture, call Buffer.reserve_low_latency on every rank for each shape of the model, or "
@@ -55,9 +68,9 @@ class InFlight:
         self.combines = kind == "combines"
         self._next = 0
         self._open: set[int] = set()
-        #: By number, the receipt of operations whose recv hook nobody can call any more, and the capture that they were
-        #: sent in. Writer: whatever thread collects the hook.
-        self._dropped: dict[int, tuple[Callable[[], object], int | None]] = {}
+        #: By number, the receipt of operations whose recv hook nobody can call any more, what is called after it, and
+        #: the capture that they were sent in. Writer: whatever thread collects the hook.
+        self._dropped: dict[int, tuple[Callable[[], object], Callable[[], object], int | None]] = {}
 
     @property
     def count(self) -> int:
@@ -86,10 +99,13 @@ class InFlight:
         """Operation ``number`` was received."""
         self._open.discard(number)
 
-    def drop(self, number: int, receive: Callable[[], object], capture: int | None) -> None:
-        """The recv hook of operation ``number``, sent in ``capture``, was collected before it was called."""
+    def drop(
+        self, number: int, receive: Callable[[], object], received: Callable[[], object], capture: int | None
+    ) -> None:
+        """The recv hook of operation ``number``, sent in ``capture``, was collected before it was called. It would have
+        called ``receive``, then ``received``."""
         if number in self._open:
-            self._dropped[number] = receive, capture
+            self._dropped[number] = receive, received, capture
 
     @property
     def has_dropped(self) -> bool:
@@ -105,7 +121,7 @@ class InFlight:
         """
         while self._dropped:
             number = min(tuple(self._dropped))  # a copy: a hook may be collected in between
-            receive, sent_in = self._dropped[number]
+            receive, received, sent_in = self._dropped[number]
             if sent_in is None and capture is not None:
                 raise ConfigError(
                     "low-latency mode: an operation before this capture has not been received, its recv hook was "
@@ -116,6 +132,8 @@ class InFlight:
             # not before: a receive that was interrupted is made again, nobody else can
             del self._dropped[number]
             self.end(number)
+            if sent_in == capture:
+                received()
 
     def withdraw(self, number: int) -> None:
         """The latest operation, ``number``, was not sent: nobody will receive it."""
@@ -165,10 +183,11 @@ class Operation:
         if self._flight is not None:
             self._flight.end(self._number)
 
-    def drop(self, receive: Callable[[], object], capture: int | None) -> None:
-        """Nobody will receive it by its hook; ``receive`` does, and keeps alive what it uses."""
+    def drop(self, receive: Callable[[], object], received: Callable[[], object], capture: int | None) -> None:
+        """Nobody will receive it by its hook; ``receive`` does, then ``received`` is called. They keep alive what is
+        used."""
         if self._flight is not None:
-            self._flight.drop(self._number, receive, capture)
+            self._flight.drop(self._number, receive, received, capture)
 
 
 class RecvHook:
@@ -212,7 +231,7 @@ class RecvHook:
         pending = self._pending
         if pending is not None and self._number == self._epoch.number:
             # all of it: what is called after receiving keeps memory that the kernels are given by address, too
-            self._operation.drop(lambda: pending[0](), self._capture)
+            self._operation.drop(lambda: pending[0](), lambda: pending[1](0), self._capture)
 
     @in_turn
     def __call__(self) -> None:

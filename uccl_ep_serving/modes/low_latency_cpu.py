@@ -22,7 +22,7 @@ from ..native.groups import load
 from ..protocol.layout import LowLatencyPlan
 from ..protocol.message import FORM_EXPANDED, FORM_REDUCED, SCALE_BLOCK
 from .arguments import CPU, VALUE_CODES, check_device, check_memory
-from .epoch import RECEIVE_FIRST, Epoch, InFlight, RecvHook
+from .epoch import COMBINED_EARLY, Epoch, InFlight, RecvHook
 from .low_latency_arguments import (
     Coding,
     check_combine,
@@ -256,14 +256,16 @@ class LowLatency:
         started = time.monotonic_ns()
         phase, runtime, epoch = "low-latency combine", self._runtime, self._epoch
         epoch.check(phase)
+        # before a dropped recv hook is made up for: x was computed by now
+        early = isinstance(handle, LowLatencyHandle) and not handle.received
         epoch.receive_dropped()
 
         # What is given: nothing of it has moved when it is refused.
         check_finish(phase, async_finish, return_recv_hook)
         state = self._state_of(phase, handle)
         plan: LowLatencyPlan = handle.plan
-        if not handle.received:
-            raise ConfigError(f"{phase}: the dispatch of this handle is not received yet. {RECEIVE_FIRST}")
+        if early:
+            raise ConfigError(f"{phase}: {COMBINED_EARLY}")
         for name, given in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights), ("out", out)):
             if isinstance(given, torch.Tensor) and given.device == CPU:
                 check_memory(f"{phase}: {name}", given)

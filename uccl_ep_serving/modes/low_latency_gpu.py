@@ -18,7 +18,7 @@ from ..gpu.context import GpuContext
 from ..handles import EventOverlap, LowLatencyHandle
 from ..protocol.layout import LowLatencyPlan
 from .arguments import VALUE_CODES, check_memory, check_start
-from .epoch import RECEIVE_FIRST, RecvHook
+from .epoch import COMBINED_EARLY, RecvHook
 from .low_latency_arguments import (
     check_combine,
     check_dispatch,
@@ -220,12 +220,14 @@ class LowLatencyGpu:
         phase, session, device = "low-latency combine", self._session, self._device
         waits = combine_wait_recv_cost_stats
         session.epoch.check(phase)
+        # before a dropped recv hook is made up for: x was computed by now
+        early = isinstance(handle, LowLatencyHandle) and not handle.received
         session.epoch.receive_dropped()
         check_finish(phase, async_finish, return_recv_hook)
         state, space, kernels, _ = session.of(phase, handle, self)
         plan: LowLatencyPlan = handle.plan
-        if not handle.received:
-            raise ConfigError(f"{phase}: the dispatch of this handle is not received yet. {RECEIVE_FIRST}")
+        if early:
+            raise ConfigError(f"{phase}: {COMBINED_EARLY}")
         check_combine(plan, handle, x, topk_idx, topk_weights, out)
         if zero_copy:
             session.check_zero_copy(plan, x)
