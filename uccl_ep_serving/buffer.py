@@ -326,6 +326,7 @@ class Buffer:
 
     # -- normal mode --------------------------------------------------------------------------------------------
 
+    @in_turn
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -587,6 +588,7 @@ class Buffer:
             combine_wait_recv_cost_stats=combine_wait_recv_cost_stats,
         )
 
+    @in_turn
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """A [local experts, ranks x T, hidden] tensor to write expert outputs into, for ``zero_copy=True``.
 

@@ -258,7 +258,8 @@ def check_combine(
         token, slot = (topk_idx != sent).nonzero()[0].tolist()
         raise ConfigError(
             f"{where}: topk_idx[{token}, {slot}] is {int(topk_idx[token, slot])}, and was {int(sent[token, slot])} at "
-            "dispatch. Next step: give the same ids; to leave an expert out, give it the weight 0"
+            "dispatch. Next step: give the same ids; to leave an expert out, give it the weight 0 "
+            "and its rows finite values"
         )
     if not isinstance(topk_weights, torch.Tensor) or not is_tensor(topk_weights, torch.float32, sent.shape):
         raise ConfigError(f"{where}: topk_weights must be float32{list(sent.shape)}, not {in_words(topk_weights)}")
