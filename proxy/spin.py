@@ -25,6 +25,7 @@ _SPIN_NS = 10_000_000
 _CORES_PER_PROXY = 4
 #: Variables of OpenMP by which it binds threads to cores (GNU's, and Intel's and LLVM's).
 _OPENMP_BINDS = ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+_UNBOUND = ("", "false", "none", "disabled")
 
 
 class Cores(msgspec.Struct, frozen=True, array_like=True):
@@ -82,7 +83,7 @@ def bound_by_openmp(cores: Cores, environment: Mapping[str, str]) -> str:
 
     It does so with the thread that loads it: importing torch is enough.
     """
-    names = [name for name in _OPENMP_BINDS if environment.get(name, "false").lower() != "false"]
+    names = [name for name in _OPENMP_BINDS if environment.get(name, "").lower() not in _UNBOUND]
     if len(cores.cpus) != 1 or not names:
         return ""
     return (

@@ -157,7 +157,8 @@ class Mender(TcpTalks):
         try:
             self._serve()
         except Exception:
-            _log.exception("rank %d mends tcp connections no more", self.me.rank)
+            if not self._stopping:  # else what it watches may have been closed under it
+                _log.exception("rank %d mends tcp connections no more", self.me.rank)
         finally:
             # from here on the loop itself gives up what breaks
             self._context[tcp.BELL] = -1

@@ -229,6 +229,20 @@ def test_a_device_that_hangs_under_something_else_holds_neither_a_close_nor_a_re
     del data_plane._abandoned[:]
 
 
+def test_windows_stay_where_the_wait_for_a_device_is_interrupted() -> None:
+    plane, released = _plane(), []
+
+    def finish(deadline: float) -> bool:
+        raise KeyboardInterrupt
+
+    plane.finishes.append(finish)
+    plane.releases.append(lambda: released.append("unmapped"))
+    with pytest.raises(KeyboardInterrupt):
+        plane.close(time.monotonic())
+    assert (data_plane._abandoned, released) == ([plane], [])
+    del data_plane._abandoned[:]
+
+
 def test_a_device_that_finishes_in_time_is_released_by_nobody(caplog: pytest.LogCaptureFixture) -> None:
     buffer = Buffer(_Alone(), settings=Settings.from_environment({}, heap_bytes=1 << 20))
     space, failed = buffer.runtime.space, []

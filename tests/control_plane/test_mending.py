@@ -546,6 +546,23 @@ class TestOutbox:
         near.close()
         far.close()
 
+    def test_what_a_handler_posts_behind_the_last_look_is_sent(self) -> None:
+        outbox, near, far = pair()
+        end_by_reset, posted = outbox._end_by_reset, list[bool]()
+
+        def last(yes: bool) -> None:
+            end_by_reset(yes)
+            if not posted:
+                posted.append(True)
+                outbox.post(b"goodbye")
+
+        outbox._end_by_reset = last  # type: ignore[method-assign]
+        outbox.post(b"one")
+        assert far.recv(200) == sealed(b"one", b"goodbye")
+        assert outbox.idle
+        near.close()
+        far.close()
+
     @pytest.mark.parametrize("taken", [False, True])
     def test_it_ends_in_order_only_when_all_was_handed_over(self, taken: bool) -> None:
         """Also where this process is killed: a peer that sees that takes it for a proof that it has heard all."""

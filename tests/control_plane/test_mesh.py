@@ -238,6 +238,36 @@ def test_a_closed_connection_is_a_lost_peer_and_a_goodbye_is_not(tcp: bool) -> N
     assert in_threads(3, body)[0] == [2]
 
 
+def test_a_handler_that_closes_in_the_middle_of_a_frame_does_not_wait_for_itself() -> None:
+    def body(exchange: ThreadExchange) -> Any:
+        mesh = joined(exchange, tcp=True)
+        mesh.steps.gather("all here")
+        if exchange.rank == 1:
+            _wait_until(lambda: bool(mesh.liveness.lost or mesh.liveness.departed))
+            exchange.all_gather(b"")
+            mesh.close()
+            return None
+        outbox = mesh._links[1].outbox
+        assert outbox is not None
+        seal, took = outbox._seal.seal, list[float]()
+
+        def interrupted(frame: bytes) -> bytes:
+            sealed = seal(frame)
+            if not took:
+                took.append(time.monotonic())
+                mesh.goodbye()
+                mesh.close()
+                took.append(time.monotonic())
+            return sealed
+
+        outbox._seal.seal = interrupted  # type: ignore[method-assign]
+        mesh.goodbye()
+        exchange.all_gather(b"")
+        return took[1] - took[0]
+
+    assert in_threads(2, body)[0] < 2.0
+
+
 def test_what_was_said_to_a_rank_that_has_left_holds_no_close() -> None:
     def body(exchange: ThreadExchange) -> Any:
         mesh = joined(exchange, tcp=True)
@@ -251,8 +281,7 @@ def test_what_was_said_to_a_rank_that_has_left_holds_no_close() -> None:
         _wait_until(lambda: 1 in mesh.liveness.departed)
         outbox = mesh._links[1].outbox
         assert outbox is not None
-        while not outbox.broken:
-            mesh.goodbye()
+        _wait_until(lambda: mesh.goodbye() or outbox.broken)
         started = time.monotonic()
         mesh.close()
         return time.monotonic() - started

@@ -76,6 +76,7 @@ VARIABLE = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 DECIDED = [
     pytest.param(NODE, {}, 512, 512, id="attention data-parallel"),
     pytest.param("--tp 8", {}, 512, 512, id="tensor-parallel"),
+    pytest.param(NODE, {"SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP": "1"}, 512, 512, id="a warm-up of pipelines alone"),
     pytest.param("--tp 16 --attn-dp-size 16 --nnodes 2 --dist-init-addr a:1", {}, 512, 512, id="two nodes"),
     pytest.param(NODE, {VARIABLE: "128"}, 128, 128, id="the variable"),
     pytest.param(NODE, {VARIABLE: "8192"}, 8192, 8192, id="beyond the engine's assert"),
@@ -152,7 +153,7 @@ REFUSED = [
     (f"{NODE} --deepep-dispatcher-output-dtype nvfp4", {}, ["output-dtype nvfp4", "bf16 or fp8"]),
     (NODE, {"SGLANG_MOE_NVFP4_DISPATCH": "1"}, ["SGLANG_MOE_NVFP4_DISPATCH=1", "Unset it"]),
     (
-        NODE,
+        f"{NODE} --pp-size 2 --nnodes 2 --dist-init-addr a:1",
         {"SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP": "1"},
         ["with --deepep-mode auto", "unset it, or --deepep-mode normal"],
     ),

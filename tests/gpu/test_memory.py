@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import mmap
 import os
 import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -450,3 +452,44 @@ def test_a_wait_for_a_device_that_hangs_is_limited(
     monkeypatch.setattr(torch.cuda, "synchronize", fails)
     with pytest.raises(TransportError, match="cuda:0 has failed: an illegal memory access"):
         memory.synchronize(time.monotonic() + 10.0)
+
+
+def test_a_wait_for_a_device_without_a_thread_is_made_all_the_same(
+    cuda: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.12 starts none while the interpreter ends: the device has not failed for that."""
+    waited: list[torch.device] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    memory = CudaMemory(GPU)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    assert memory.synchronize(time.monotonic() + 10.0)
+    assert waited == [GPU]
+
+
+def test_what_a_failed_wait_raises_keeps_nothing_alive(
+    cuda: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cycle would keep windows mapped."""
+
+    class Window:
+        pass
+
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def wait() -> weakref.ref[Window]:
+        window = Window()
+        with contextlib.suppress(TransportError):
+            CudaMemory(GPU).synchronize(time.monotonic() + 10.0)
+        return weakref.ref(window)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    gc.disable()
+    try:
+        assert wait()() is None
+    finally:
+        gc.enable()

@@ -279,4 +279,4 @@ def test_a_receive_in_place_of_a_dropped_hook_is_made_again_after_an_interruptio
         flight.receive_dropped(None)
     assert (flight.has_dropped, received) == (True, [])
     flight.receive_dropped(None)
-    assert (made, received, flight.has_dropped, flight.count) == ([0, 1], [0], False, 0)
+    assert (made, received, flight.has_dropped, flight.count) == ([0, 1], [1], False, 0)

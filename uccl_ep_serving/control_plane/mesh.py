@@ -440,7 +440,8 @@ class ControlMesh:
         self.liveness.end()
         if self._reader is not None and self._reader is not threading.current_thread():
             self._wake_reader()
-            self._reader.join(5.0)
+            # which may wait for a lock of the frame that this thread has interrupted
+            self._reader.join(0.1 if self._has_interrupted_itself() else 5.0)
         self.abandon()
 
     def _flush(self) -> None:
@@ -448,9 +449,14 @@ class ControlMesh:
         deadline = time.monotonic() + _FLUSH_SECONDS
         outboxes = {peer: link.outbox for peer, link in self._links.items() if link.outbox is not None}
         while time.monotonic() < deadline:
-            if all(outbox.idle or self._has_done_with(peer) for peer, outbox in outboxes.items()):
+            if all(one.idle or one.interrupted or self._has_done_with(peer) for peer, one in outboxes.items()):
                 return
             time.sleep(_TICK_SECONDS)
+
+    def _has_interrupted_itself(self) -> bool:
+        """Whether this is called from a handler that has interrupted a send of this thread. The peer of that is not
+        told that this rank leaves, and takes it for lost."""
+        return any(link.outbox is not None and link.outbox.interrupted for link in self._links.values())
 
     def abandon(self) -> None:
         """Close the descriptors and nothing else: what a forked child must do."""

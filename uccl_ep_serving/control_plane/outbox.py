@@ -132,14 +132,29 @@ class Outbox:
             self._first += 1
             self._sent -= 1
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether the calling thread is in a handler that has interrupted its own sending: nothing goes out before it
+        returns."""
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread sends
+        try:
+            return self._pumping
+        finally:
+            self._lock.release()
+
     def _pump(self) -> None:
         if self._pumping:
-            return  # called from a handler: what has been interrupted goes on, with this frame too
-        self._pumping = True
-        try:
-            self._send_all()
-        finally:
-            self._pumping = False
+            return  # called from a handler: what it has interrupted goes on with this frame, unless it closes
+        more = True
+        while more:
+            self._pumping = True
+            try:
+                self._send_all()
+            finally:
+                self._pumping = False
+            # a handler may have posted behind its last look
+            more = not (self.broken or self._current) and self._sent < len(self._frames)
 
     def _send_all(self) -> None:
         while not self.broken:

@@ -63,6 +63,7 @@ class DataPlane:
         releases: called before the memory goes, by who has mapped it into a device.
         fence: words of the driver's flush that arrivals wait for.
         device_window: NICs use device memory for the windows.
+        hangs: a device has not finished in the time of a drain.
     """
 
     layout: WindowLayout
@@ -78,6 +79,7 @@ class DataPlane:
     releases: list[Callable[[], object]] = field(default_factory=list)
     fence: npt.NDArray[np.int64] | None = None
     device_window: bool = False
+    hangs: bool = False
 
     @property
     def routes(self) -> dict[int, str]:
@@ -236,6 +238,7 @@ class DataPlane:
         """
         for finish in self.finishes:
             if not finish(deadline + _STOP_SECONDS):
+                self.hangs = True
                 return False
         while self.service is not None and not self.service.drain(min(time.monotonic() + _WATCH_SECONDS, deadline)):
             for peer in liveness.lost_unmasked:
@@ -262,7 +265,8 @@ class DataPlane:
                     raise
                 _log.error("%s. They stay until this process ends", error)
                 return
-        if self in _abandoned or not self._devices_finish(max(deadline, time.monotonic() + _DEVICE_SECONDS)):
+        now = time.monotonic()
+        if self in _abandoned or not self._devices_finish(now if self.hangs else max(deadline, now + _DEVICE_SECONDS)):
             return
         with contextlib.ExitStack() as steps:  # runs from the last to the first, each whatever becomes of the others
             for segment in self.segments:
@@ -288,6 +292,10 @@ class DataPlane:
             except TransportError as error:
                 # nothing runs there any more
                 _log.error("%s", error)
+            except BaseException:
+                # interrupted: nobody knows whether it has
+                _abandoned.append(self)
+                raise
         return True
 
 

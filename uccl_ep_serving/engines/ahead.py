@@ -6,7 +6,6 @@ is started where everything is in the cache.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -56,9 +55,11 @@ def _compile(cpu: bool) -> None:
 
 def main(parent: int, cpu: bool) -> None:
     """Compile what is missing, unless process ``parent`` has ended."""
-    with contextlib.suppress(OSError):
+    try:
         die_with_parent(parent)
-        load(*_groups(cpu))
+    except OSError:
+        return
+    load(*_groups(cpu))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import importlib
 import math
 import mmap
 import os
+import threading
 import time
-from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -162,21 +162,22 @@ class _Driver:
             self._call("IpcCloseMemHandle", address)
 
     def synchronize(self, deadline: float = math.inf) -> bool:
-        try:
-            if deadline == math.inf:
-                torch.cuda.synchronize(self.device)
-                return True
-            # the driver has no limit for it, and events tell nothing of graphs that are replayed
-            finished: Future[None] = Future()
-            start_thread(f"uccl_ep waits for {self.device}", _settle, finished, self.device)
-            return not wait([finished], max(deadline - time.monotonic(), 0.0)).not_done and finished.result() is None
-        except RuntimeError as error:
+        failures: list[Exception] = []
+        waiter = None if deadline == math.inf else _start_waiter(self.device, failures)
+        if waiter is None:
+            _wait(self.device, failures)
+        else:
+            waiter.join(max(deadline - time.monotonic(), 0.0))
+            if waiter.is_alive():
+                return False
+        if failures:
             raise TransportError(
-                f"{self.device} has failed: {error}. Every call of this process to it fails from now on. Next step: "
-                "find the first kernel that failed (compute-sanitizer, CUDA_LAUNCH_BLOCKING=1) and start the process "
-                "again",
+                f"{self.device} has failed: {failures[0]}. Every call of this process to it fails from now on. Next "
+                "step: find the first kernel that failed (compute-sanitizer, CUDA_LAUNCH_BLOCKING=1) and start the "
+                "process again",
                 device=str(self.device),
-            ) from error
+            ) from failures.pop()  # this frame is in the traceback, and must not keep it
+        return True
 
     def _no_dmabuf(self, text: str, code: int) -> TransportError:
         return TransportError(
@@ -187,14 +188,21 @@ class _Driver:
         )
 
 
-def _settle(finished: Future[None], device: torch.device) -> None:
-    """Wait for the device; how that ends is the future's."""
+def _start_waiter(device: torch.device, failures: list[Exception]) -> threading.Thread | None:
+    """A thread in the wait, which has no limit in the driver; events tell nothing of graphs that are replayed. None
+    where the system gives no thread, as while the interpreter ends."""
+    try:
+        return start_thread(f"uccl_ep waits for {device}", _wait, device, failures)
+    except TransportError:
+        return None
+
+
+def _wait(device: torch.device, failures: list[Exception]) -> None:
+    """Wait for the device; what that raises goes into ``failures``."""
     try:
         torch.cuda.synchronize(device)
-    except BaseException as error:
-        finished.set_exception(error)
-    else:
-        finished.set_result(None)
+    except Exception as error:
+        failures.append(error)
 
 
 class CudaMemory(_Driver):

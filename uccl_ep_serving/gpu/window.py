@@ -400,7 +400,6 @@ class DeviceSpace:
                 if not self._memory.synchronize(time.monotonic() + _FILL_SECONDS):
                     raise TransportError("the GPU has not finished what it was given meanwhile")
             self._pages.unmap(but=self._report.ctypes.data if kept else 0)
-        # torch raises the latter where the device has failed
-        except (TransportError, RuntimeError) as error:
+        except RuntimeError as error:  # torch's where the device has failed, and our own, which are some
             _log.error("%s. What was mapped stays until this process ends", error)
         self._tensors = []

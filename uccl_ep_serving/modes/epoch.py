@@ -130,10 +130,12 @@ class InFlight:
             if sent_in == capture:
                 receive()
             # not before: a receive that was interrupted is made again, nobody else can
-            del self._dropped[number]
-            self.end(number)
-            if sent_in == capture:
-                received()
+            try:
+                if sent_in == capture:
+                    received()
+            finally:
+                del self._dropped[number]
+                self.end(number)
 
     def withdraw(self, number: int) -> None:
         """The latest operation, ``number``, was not sent: nobody will receive it."""

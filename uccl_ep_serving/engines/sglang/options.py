@@ -91,18 +91,6 @@ def _check_deepep_config(given: str) -> None:
         raise ConfigError(f"{what}: num_sms of normal_dispatch and of normal_combine differ; SGLang wants them equal")
 
 
-def _check_warm_ups(mode: str) -> None:
-    """Those that run decode steps of as many tokens as a prefill step has."""
-    environment = import_checked("sglang.srt.environ", "envs").envs
-    for name in ("SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP", "SGLANG_FLASHINFER_AUTOTUNE_EXTEND"):
-        variable = getattr(environment, name, None)
-        if mode != "normal" and variable is not None and variable.get():
-            raise ConfigError(
-                f"{name}=1 with --deepep-mode {mode}: SGLang would warm up with prefill's tokens through the "
-                "low-latency window, which holds those of a decode step. Next step: unset it, or --deepep-mode normal"
-            )
-
-
 def check_resolved(server_args: Any) -> None:
     """Refuse what SGLang itself raises a bare NotImplementedError for, in every scheduler, or does not notice.
 
@@ -119,7 +107,6 @@ def check_resolved(server_args: Any) -> None:
             "--moe-a2a-backend uccl_ep as well"
         )
     recorder, mode = cfg.expert_distribution_recorder_mode, str(cfg.deepep_mode)
-    _check_warm_ups(mode)
     if recorder in (None, "per_token"):
         return
     wanted = ("normal",) if recorder == "stat_approx" else ("normal", "low_latency")

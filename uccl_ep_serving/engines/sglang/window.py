@@ -83,9 +83,9 @@ def choose(steps: Steps, asked: int | None) -> int:
     limit = asked or MOST_TOKENS
     if steps.requests(limit) < 1:
         raise ConfigError(
-            f"low-latency window: one request takes {steps.tokens(1)} tokens in a step (speculation, or a block), and "
-            f"the window has {limit}. Next step: {WINDOW_VARIABLE}={steps.tokens(1)}, or fewer "
-            "--speculative-num-draft-tokens"
+            f"low-latency window: one request takes {steps.tokens(1)} tokens in a step, and the window has {limit}. "
+            f"Next step: {WINDOW_VARIABLE}={steps.tokens(1)}, or fewer --speculative-num-draft-tokens (of a diffusion "
+            "model: a smaller block)"
         )
     if steps.running is None:
         return asked or min(limit, steps.tokens(steps.captured))
@@ -133,6 +133,8 @@ def fit(server_args: Any) -> Window | None:
         tokens = choose(steps, asked_tokens())
         if _prefills_through_window(cfg):
             tokens = max(tokens, _held_prefill(cfg))
+        else:
+            _check_warm_ups(cfg)
         tokens = whole_tiles(tokens, cfg.tp_size)
         chosen = Window(tokens, steps.requests(tokens))
         _log.info(
@@ -151,6 +153,23 @@ def fit(server_args: Any) -> Window | None:
 def _attention_ranks(cfg: Any) -> int:
     """Data-parallel ranks of attention; before 0.5.22 they were those of ``--dp`` with ``--enable-dp-attention``."""
     return max(getattr(cfg, "attn_dp_size", None) or 1, cfg.dp_size if cfg.enable_dp_attention else 1)
+
+
+def _check_warm_ups(cfg: Any) -> None:
+    """Raise ConfigError for those that run decode steps of as many tokens as a prefill step has, where the window holds
+    those of decode."""
+    environment = import_checked("sglang.srt.environ", "envs").envs
+    tuned = ["SGLANG_FLASHINFER_AUTOTUNE_EXTEND"]
+    if cfg.pp_size > 1 and not cfg.speculative_algorithm:
+        tuned.append("SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP")
+    for name in tuned:
+        variable = getattr(environment, name, None)
+        if variable is not None and variable.get():
+            raise ConfigError(
+                f"{name}=1 with --deepep-mode {cfg.deepep_mode}: SGLang would warm up with prefill's tokens through "
+                "the low-latency window, which holds those of a decode step. Next step: unset it, or --deepep-mode "
+                "normal"
+            )
 
 
 def _steps(overrides: Any, server_args: Any, cfg: Any) -> Steps:
