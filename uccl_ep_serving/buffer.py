@@ -128,7 +128,7 @@ class Buffer:
 
     Raises:
         ConfigError, BootstrapError, TransportError, PeerLost: before anything is left behind. What is wrong on one rank
-            only raises on all of them.
+            only raises on all of them, at the latest in their first operation.
     """
 
     num_sms: ClassVar[int] = DEFAULT_SMS
@@ -193,8 +193,9 @@ class Buffer:
             if settings.device in ("cuda", "interpreter"):
                 self._serve(torch.device("cuda" if settings.device == "cuda" else "cpu"))
             self._observer = observer(settings, self.rank, self.group_size, self.runtime.stats)
-        except BaseException:
+        except BaseException as error:
             # its threads would keep it alive, and the others would wait for a rank that is never used
+            self.runtime.give_up(error)
             self.runtime.close(0.0)
             raise
         self.layer: int | None = UNKNOWN_LAYER

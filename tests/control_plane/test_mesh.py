@@ -8,13 +8,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.control_threads import ThreadExchange, in_threads, joined
+from uccl_ep_serving.control_plane import steps
+from uccl_ep_serving.control_plane.failures import Liveness
+from uccl_ep_serving.control_plane.frames import GATHER, Frame
 from uccl_ep_serving.control_plane.mesh import ControlMesh
-from uccl_ep_serving.control_plane.steps import CLOSE
+from uccl_ep_serving.control_plane.steps import CLOSE, Steps
 from uccl_ep_serving.errors import PeerError, PeerLost, PeerTimeout, ProtocolError, UcclEpError
 
 #: Bounds what comes at once on an idle machine. Only a test that fails waits as long.
@@ -287,6 +291,27 @@ def test_what_was_said_to_a_rank_that_has_left_holds_no_close() -> None:
         return time.monotonic() - started
 
     assert in_threads(2, body)[0] < 0.5
+
+
+def test_a_step_does_not_end_while_its_rank_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it runs again the parts of the others are there, and not read yet."""
+    mesh_steps = Steps(0, 2, Liveness(0, 2), 1.0)
+    mesh_steps.links = {1: SimpleNamespace(local=False, outbox=SimpleNamespace(post=lambda frame: True))}  # type: ignore[dict-item]
+    clock, waits = [100.0], list[float]()
+    monkeypatch.setattr(steps, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def wait_for(done: Callable[[], bool], seconds: float) -> bool:
+        waits.append(seconds)
+        if len(waits) == 1:
+            clock[0] += seconds + 3.0  # stopped meanwhile
+        else:
+            part = Frame(GATHER, 0, steps._prefix("here") + b"theirs", [])
+            mesh_steps.keep(1, part)
+        return done()
+
+    monkeypatch.setattr(mesh_steps._changed, "wait_for", wait_for)
+    assert mesh_steps.gather("here", b"mine") == [(b"mine", []), (b"theirs", [])]
+    assert waits == [1.0, 0.5]
 
 
 def test_a_silent_peer_and_a_peer_elsewhere_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
 import time
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from tests.support.control_threads import ThreadExchange, in_threads, joined
+from uccl_ep_serving.control_plane import frames
 from uccl_ep_serving.control_plane.frames import GATHER, NOTE, read_frames, send_frame
 from uccl_ep_serving.control_plane.links import Link
-from uccl_ep_serving.errors import PeerTimeout
+from uccl_ep_serving.errors import PeerTimeout, TransportError
 
 
 def test_descriptors_reach_peers_on_this_host() -> None:
@@ -34,6 +36,36 @@ def test_descriptors_reach_peers_on_this_host() -> None:
 
     for rank, texts in enumerate(in_threads(3, body)):
         assert texts == [b"" if peer == rank else b"rank %d" % peer for peer in range(3)]
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_descriptors_wait_until_others_have_taken_theirs(in_time: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one user the system lets no more be under way than a process may have open."""
+    send_fds, refused = socket.send_fds, list[int]()
+
+    def full(*given: Any) -> int:
+        if not in_time or len(refused) < 3:
+            refused.append(1)
+            raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+        return send_fds(*given)
+
+    monkeypatch.setattr(frames.socket, "send_fds", full)
+    monkeypatch.setattr(frames, "_ROOM_SECONDS", 10.0 if in_time else 0.05)
+    near, far = socket.socketpair()
+    descriptor = os.memfd_create("test")
+    try:
+        if in_time:
+            send_frame(Link(1, near, True), GATHER, 0, b"part", [descriptor])
+            (frame,) = itertools.islice(read_frames(Link(0, far, True)), 1)
+            assert (frame.payload, len(frame.descriptors), len(refused)) == (b"part", 1, 3)
+            os.close(frame.descriptors[0])
+        else:
+            with pytest.raises(TransportError, match=r"no descriptors can be handed .*ulimit -n"):
+                send_frame(Link(1, near, True), GATHER, 0, b"part", [descriptor])
+    finally:
+        for one in (near, far):
+            one.close()
+        os.close(descriptor)
 
 
 def open_descriptors() -> set[str]:

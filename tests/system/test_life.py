@@ -26,7 +26,7 @@ from uccl_ep_serving.buffer import Buffer
 from uccl_ep_serving.config import Settings
 from uccl_ep_serving.control_plane import steps
 from uccl_ep_serving.control_plane.bootstrap import StoreExchange
-from uccl_ep_serving.data_plane import build
+from uccl_ep_serving.data_plane import build, runtime
 from uccl_ep_serving.data_plane.plane import DataPlane
 from uccl_ep_serving.data_plane.segments import Segment
 from uccl_ep_serving.errors import ConfigError, ProxyDied, TransportError, UcclEpError
@@ -81,6 +81,32 @@ def test_a_rank_that_leaves_alone_leaves_nothing_behind(ranks: Ranks, path: str,
     (text, left), (_, left_on_the_other) = ranks.run(2, close_alone, PATHS[path], ctrl_c)
     assert text.partition(":")[0] == ("KeyboardInterrupt" if ctrl_c else "")
     assert left == left_on_the_other == (0, 0)
+
+
+def left_on_a_device(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[float, str]:
+    """Rank 1 leaves; the host of rank 0 waits for nothing, as where kernels on a device do. How long they would have
+    waited, and what the next call says."""
+    buffer = bodies.opened(exchange, overrides)
+    bodies.round_trip(buffer)
+    if exchange.rank == 1:
+        buffer.runtime.close(0.2)
+        return 0.0, ""
+    runtime = buffer.runtime
+    runtime.before_draining(lambda deadline: True)
+    started = time.monotonic()
+    while not runtime.space.failed and time.monotonic() < started + 20.0:
+        time.sleep(0.01)
+    waited, said = time.monotonic() - started, _told(runtime.check)
+    buffer.destroy()
+    return waited, said
+
+
+@pytest.mark.parametrize("path", first_of("tcp", "direct"))
+def test_kernels_on_a_device_do_not_wait_for_a_rank_that_has_left(ranks: Ranks, path: str) -> None:
+    (waited, said), _ = ranks.run(2, left_on_a_device, PATHS[path])
+    assert 1.0 < waited < 8.0
+    assert said.startswith("PeerLost")
+    assert "rank 1 is gone (it closed its Buffer)" in said
 
 
 def grow_alone(exchange: StoreExchange, overrides: dict[str, Any]) -> tuple[list[str], tuple[int, int]]:
@@ -259,6 +285,31 @@ def test_a_rank_that_cannot_open_tells_the_others_why(ranks: Ranks) -> None:
     zero, one = ranks.run(2, open_without_room, PATHS["direct"])
     assert one == "TransportError: cannot make a shared segment: File too large"
     assert "rank 1 is gone (it failed (cannot make a shared segment: File too large))" in zero
+
+
+def opened_without_counters(exchange: StoreExchange, overrides: dict[str, Any]) -> str:
+    """Rank 1 is open, and cannot serve its live counters."""
+
+    def refuse(*_: Any) -> None:
+        raise TransportError("no descriptor is left")
+
+    def opened_and_used() -> None:
+        buffer = bodies.opened(exchange, overrides)
+        try:
+            bodies.round_trip(buffer)
+        finally:
+            buffer.destroy()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if exchange.rank == 1:
+            patch.setattr(runtime, "LiveServer", refuse)
+        return _told(opened_and_used)
+
+
+def test_a_rank_that_fails_behind_the_last_step_of_opening_tells_the_others_why(ranks: Ranks) -> None:
+    zero, one = ranks.run(2, opened_without_counters, PATHS["tcp"])
+    assert one == "TransportError: no descriptor is left"
+    assert "rank 1 is gone (it failed (it could not open its Buffer: no descriptor is left))" in zero
 
 
 def one_cannot_load(exchange: StoreExchange, overrides: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ..errors import TransportError
 from .links import MAGIC, Link
 from .seal import HEADER_BYTES, MAC_BYTES
 
@@ -42,6 +43,8 @@ MOST_PAYLOAD = 1 << 20
 _MOST_DESCRIPTORS = 8
 #: A peer that runs takes a small frame within this time.
 _MOST_WAIT_SECONDS = 0.05
+#: Descriptors wait so long until there is room for them: ranks of a host share windows at the same time.
+_ROOM_SECONDS = 10.0
 
 
 class Ended(ConnectionError):
@@ -158,7 +161,7 @@ def send_frame(link: Link, kind: int, sequence: int = 0, body: bytes = b"", desc
             return  # from a handler, which has interrupted another frame
         link.writing = True
         try:
-            sent = socket.send_fds(link.socket, [frame], list(descriptors)) if descriptors else 0
+            sent = _send_descriptors(link.socket, frame, descriptors) if descriptors else 0
             link.socket.sendall(frame[sent:])
         except BaseException as error:
             # Part of the frame may be out, and nothing may follow it. What the peer sent is still read.
@@ -168,6 +171,30 @@ def send_frame(link: Link, kind: int, sequence: int = 0, body: bytes = b"", desc
                 raise
         finally:
             link.writing = False
+
+
+def _send_descriptors(connection: socket.socket, frame: bytes, descriptors: Sequence[int]) -> int:
+    """Bytes of ``frame`` that went out with them. Of one user the system lets as many be under way, between all
+    processes of the host, as one process may have open: who comes too early waits until others have taken theirs.
+
+    Raises:
+        OSError: the connection is over. TransportError: others have not taken theirs in time.
+    """
+    end = time.monotonic() + _ROOM_SECONDS
+    while True:
+        try:
+            return socket.send_fds(connection, [frame], list(descriptors))
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            if time.monotonic() > end:
+                raise TransportError(
+                    f"no descriptors can be handed to a rank of this host: {error}. Next step: raise the limit on open "
+                    "files (ulimit -n), which counts those that are under way as well",
+                    device="control",
+                    errno=errno.ETOOMANYREFS,
+                ) from error
+        time.sleep(0.001)
 
 
 def send_now(link: Link, kind: int, body: bytes) -> bool:

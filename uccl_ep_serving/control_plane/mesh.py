@@ -205,7 +205,7 @@ class ControlMesh:
             limit = self._limit
             if limit is not None and limit is not acted and time.monotonic() >= limit[0]:
                 acted = limit
-                limit[1]()
+                self._tell(limit[1])
             begun = time.monotonic()
             is_busy = self.liveness.deciding or self._endings or self._mending
             patience = _TICK_SECONDS if is_busy else _IDLE_SECONDS
@@ -227,12 +227,16 @@ class ControlMesh:
                     with contextlib.suppress(KeyError, ValueError):
                         self._selector.unregister(key.fileobj)
                     self._give_up(error)
-            while self._full:
-                self._watch_link(self._full.popleft())
             if now >= due:
                 due = now + _IDLE_SECONDS / 2
                 self._tell(self.on_tick)
-            self._go_on()
+            try:
+                while self._full:
+                    self._watch_link(self._full.popleft())
+                self._go_on()
+            except Exception as error:
+                if not (self._short or self._closing):
+                    self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         """A fault of this rank, not foreseen: the thread lives to tell the others that it cannot go on."""

@@ -19,6 +19,8 @@ __all__ = ["CLOSE", "Steps"]
 
 #: Name of the step in which ranks wait for each other before they let go of their memory.
 CLOSE = "close"
+#: Who wakes so much later than at the end of a step did not run until then, and waits this long again.
+_STILL_SECONDS, _AGAIN_SECONDS = 0.1, 0.5
 #: Steps numbered between two maskings, as a shift.
 _MASK_SHIFT = 32
 
@@ -131,6 +133,9 @@ class Steps:
                 missing = sorted(expected - received.keys())
             if not missing:
                 return received
+            if time.monotonic() > end + _STILL_SECONDS:
+                # this rank did not run when its time was over: what came meanwhile is not read yet
+                end = time.monotonic() + _AGAIN_SECONDS
             if self._ended:
                 raise self._end_kind(f"{name}, rank {self._rank}: {self._ended}")
             # nothing of this step is lost where that has to do with masked ranks alone

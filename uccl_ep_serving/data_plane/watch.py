@@ -335,7 +335,8 @@ class PlaneWatch:
 
     def _on_tick(self) -> None:
         """Tell the peers which operations this rank has begun. Release kernels on a device that wait for messages of an
-        operation which is none of the peer's, as :meth:`_on_part` does. Look at the NICs."""
+        operation which is none of the peer's, as :meth:`_on_part` does, or for a peer that has left. Look at the NICs.
+        """
         self._calls.tell()
         self.note()
         plane, (other, _) = self._plane(), self._calls.difference(self.epoch)
@@ -343,9 +344,15 @@ class PlaneWatch:
             plane.look_at_devices()
             if plane.space is not None:
                 self.waits.sample(self._pending_wait, (self.epoch, self.begun), plane.space.timeout)
-        if plane is not None and plane.finishes and plane.space is not None and other != -1:
+        if plane is None or not plane.finishes or plane.space is None:
+            return
+        if other != -1:
             # rule: control: the host releases kernels that wait for a peer which is in the other mode
             plane.space.fail(ctx.FAILURE_LAYOUT, other)
+        for peer in list(self.liveness.departed):
+            if self.liveness.has_fallen_silent(peer):
+                # whoever waits for it, which the host of a device does not know
+                plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
 
     @property
     def waits_for(self) -> Wait | None:

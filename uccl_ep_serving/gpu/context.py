@@ -25,8 +25,8 @@ _Made = TypeVar("_Made")
 _log = logging.getLogger("uccl_ep_serving")
 
 
-#: What graphs look at that were captured in windows which are gone: kilobytes each. The host does not hear when the
-#: last of them is destroyed.
+#: What graphs look at that were captured in windows which are gone: kilobytes each, and the combine buffers that were
+#: asked for, which experts in a graph write to. The host does not hear when the last of the graphs is destroyed.
 _kept: list[object] = []
 _STEP = (
     "Next step: uccl-ep doctor says how each NIC reaches GPU memory and what it lacks; or UCCL_EP_WINDOW=host on all "

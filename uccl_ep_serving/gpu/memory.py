@@ -234,7 +234,8 @@ class CudaMemory(_Driver):
     def export(self, address: int) -> bytes:
         # By address, since later releases of cuda-bindings 13 have no attribute for the bytes. They go with the object,
         # so it must have a name while they are read.
-        opaque = self._call("IpcGetMemHandle", address)
+        with torch.cuda.device(self.device):
+            opaque = self._call("IpcGetMemHandle", address)
         return ctypes.string_at(opaque.getPtr(), _HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
@@ -359,7 +360,8 @@ class HipMemory(_Driver):
 
     def export(self, address: int) -> bytes:
         handle = _HipHandle()
-        self._call("IpcGetMemHandle", ctypes.byref(handle), address)
+        with torch.cuda.device(self.device):
+            self._call("IpcGetMemHandle", ctypes.byref(handle), address)
         return bytes(memoryview(handle).cast("B"))
 
     def open(self, handle: bytes) -> int:
