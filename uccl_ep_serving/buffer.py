@@ -196,7 +196,6 @@ class Buffer:
         except BaseException as error:
             # its threads would keep it alive, and the others would wait for a rank that is never used
             self.runtime.give_up(error)
-            self.runtime.close(0.0)
             raise
         self.layer: int | None = UNKNOWN_LAYER
         self._finalizer = weakref.finalize(self, _end, self.runtime, self._observer, 1.0)

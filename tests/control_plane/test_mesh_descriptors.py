@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import socket
+import threading
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from tests.support.control_threads import ThreadExchange, in_threads, joined
 from uccl_ep_serving.control_plane import frames
-from uccl_ep_serving.control_plane.frames import GATHER, NOTE, read_frames, send_frame
+from uccl_ep_serving.control_plane.frames import GATHER, NOTE, read_frames, send_frame, send_now
 from uccl_ep_serving.control_plane.links import Link
 from uccl_ep_serving.errors import PeerTimeout, TransportError
 
@@ -66,6 +67,35 @@ def test_descriptors_wait_until_others_have_taken_theirs(in_time: bool, monkeypa
         for one in (near, far):
             one.close()
         os.close(descriptor)
+
+
+def test_what_waits_for_descriptors_to_be_taken_holds_no_other_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that reads would take the connection for one that takes nothing more, and blame its peer."""
+    send_fds, refused, room = socket.send_fds, threading.Event(), threading.Event()
+
+    def full(*given: Any) -> int:
+        if room.is_set():
+            return send_fds(*given)
+        refused.set()
+        raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+
+    monkeypatch.setattr(frames.socket, "send_fds", full)
+    near, far = socket.socketpair()
+    descriptor, link = os.memfd_create("test"), Link(1, near, True)
+    thread = threading.Thread(target=send_frame, args=(link, GATHER, 0, b"part", [descriptor]))
+    thread.start()
+    try:
+        assert refused.wait(5)
+        assert all(send_now(link, NOTE, b"note") for _ in range(20))
+    finally:
+        room.set()
+        thread.join(5)
+    found = list(itertools.islice(read_frames(Link(0, far, True)), 21))
+    assert [(frame.kind, len(frame.descriptors)) for frame in found] == [(NOTE, 0)] * 20 + [(GATHER, 1)]
+    near.close()
+    far.close()
+    for one in (descriptor, *found[-1].descriptors):
+        os.close(one)
 
 
 def open_descriptors() -> set[str]:

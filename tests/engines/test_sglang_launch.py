@@ -157,7 +157,12 @@ REFUSED = [
         {"SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP": "1"},
         ["with --deepep-mode auto", "unset it, or --deepep-mode normal"],
     ),
-    (NODE, {"SGLANG_FLASHINFER_AUTOTUNE_EXTEND": "1"}, ["prefill's tokens through the low-latency window"]),
+    (
+        f"{NODE} --pp-size 2 --nnodes 2 --dist-init-addr a:1 --deepep-mode low_latency",
+        {"SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP": "1"},
+        ["with --deepep-mode low_latency", "more tokens than the low-latency window holds"],
+    ),
+    (NODE, {"SGLANG_FLASHINFER_AUTOTUNE_EXTEND": "1"}, ["more tokens than the low-latency window holds"]),
     (NODE, {VARIABLE: "8193"}, [f"{VARIABLE} = 8193 is outside 1..8192"]),
 ]
 

@@ -151,19 +151,41 @@ def count_frame(taken: int) -> bytes:
 
 
 def send_frame(link: Link, kind: int, sequence: int = 0, body: bytes = b"", descriptors: Sequence[int] = ()) -> None:
-    """Write one frame. A peer that is gone is no error here: whoever waits for its answer names it."""
+    """Write one frame. A peer that is gone is no error here: whoever waits for its answer names it.
+
+    Raises:
+        TransportError: other ranks of the host have not taken in time what was handed to them.
+    """
     frame = _HEADER.pack(MAGIC, kind, len(descriptors), sequence, len(body)) + body
     if link.outbox is not None:
         link.outbox.post(frame)
         return
+    end = time.monotonic() + _ROOM_SECONDS
+    while not _write(link, frame, descriptors):
+        # outside the lock: the thread that reads does not wait for it
+        if time.monotonic() > end:
+            raise TransportError(
+                f"no descriptors can be handed to rank {link.peer}: {os.strerror(errno.ETOOMANYREFS)}. Next step: "
+                "raise the limit on open files (ulimit -n), which counts those that are under way as well",
+                device="control",
+                errno=errno.ETOOMANYREFS,
+            )
+        time.sleep(0.001)
+
+
+def _write(link: Link, frame: bytes, descriptors: Sequence[int]) -> bool:
+    """Write a frame; False, and nothing is out, where no more descriptors may be under way. Of one user the system lets
+    as many be, between all processes of the host, as one process may have open, until others have taken theirs."""
     with link.sending:
         if link.writing:
-            return  # from a handler, which has interrupted another frame
+            return True  # from a handler, which has interrupted another frame
         link.writing = True
         try:
-            sent = _send_descriptors(link.socket, frame, descriptors) if descriptors else 0
+            sent = socket.send_fds(link.socket, [frame], list(descriptors)) if descriptors else 0
             link.socket.sendall(frame[sent:])
         except BaseException as error:
+            if isinstance(error, OSError) and error.errno == errno.ETOOMANYREFS:
+                return False
             # Part of the frame may be out, and nothing may follow it. What the peer sent is still read.
             with contextlib.suppress(OSError):
                 link.socket.shutdown(socket.SHUT_WR)
@@ -171,30 +193,7 @@ def send_frame(link: Link, kind: int, sequence: int = 0, body: bytes = b"", desc
                 raise
         finally:
             link.writing = False
-
-
-def _send_descriptors(connection: socket.socket, frame: bytes, descriptors: Sequence[int]) -> int:
-    """Bytes of ``frame`` that went out with them. Of one user the system lets as many be under way, between all
-    processes of the host, as one process may have open: who comes too early waits until others have taken theirs.
-
-    Raises:
-        OSError: the connection is over. TransportError: others have not taken theirs in time.
-    """
-    end = time.monotonic() + _ROOM_SECONDS
-    while True:
-        try:
-            return socket.send_fds(connection, [frame], list(descriptors))
-        except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:
-                raise
-            if time.monotonic() > end:
-                raise TransportError(
-                    f"no descriptors can be handed to a rank of this host: {error}. Next step: raise the limit on open "
-                    "files (ulimit -n), which counts those that are under way as well",
-                    device="control",
-                    errno=errno.ETOOMANYREFS,
-                ) from error
-        time.sleep(0.001)
+    return True
 
 
 def send_now(link: Link, kind: int, body: bytes) -> bool:

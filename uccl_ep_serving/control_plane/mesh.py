@@ -445,7 +445,9 @@ class ControlMesh:
         if self._reader is not None and self._reader is not threading.current_thread():
             self._wake_reader()
             # which may wait for a lock of the frame that this thread has interrupted
-            self._reader.join(0.1 if self._has_interrupted_itself() else 5.0)
+            self._reader.join(0.1 if self._interrupted() else 5.0)
+        for outbox in self._interrupted():
+            outbox.break_off()  # its end must be a reset: the peer has not heard all
         self.abandon()
 
     def _flush(self) -> None:
@@ -457,10 +459,11 @@ class ControlMesh:
                 return
             time.sleep(_TICK_SECONDS)
 
-    def _has_interrupted_itself(self) -> bool:
-        """Whether this is called from a handler that has interrupted a send of this thread. The peer of that is not
-        told that this rank leaves, and takes it for lost."""
-        return any(link.outbox is not None and link.outbox.interrupted for link in self._links.values())
+    def _interrupted(self) -> list[Outbox]:
+        """Those in which a handler, from which this is called, has interrupted a send of this thread. Their peers are
+        not told that this rank leaves, and take it for lost."""
+        outboxes = (link.outbox for link in self._links.values())
+        return [outbox for outbox in outboxes if outbox is not None and outbox.interrupted]
 
     def abandon(self) -> None:
         """Close the descriptors and nothing else: what a forked child must do."""

@@ -116,7 +116,7 @@ class Steps:
 
     def _await(self, name: str, number: int, expected: frozenset[int] | set[int], seconds: float) -> Parts:
         """The parts of step ``number``, once all that are ``expected`` are there."""
-        liveness, end = self._liveness, time.monotonic() + seconds
+        liveness, end, again = self._liveness, time.monotonic() + seconds, False
         with self._changed:
             received = self._inbox.setdefault(number, {})
             self._present = name, lambda: sorted(expected - received.keys())
@@ -133,9 +133,9 @@ class Steps:
                 missing = sorted(expected - received.keys())
             if not missing:
                 return received
-            if time.monotonic() > end + _STILL_SECONDS:
+            if not again and time.monotonic() > end + _STILL_SECONDS:
                 # this rank did not run when its time was over: what came meanwhile is not read yet
-                end = time.monotonic() + _AGAIN_SECONDS
+                again, end = True, time.monotonic() + _AGAIN_SECONDS
             if self._ended:
                 raise self._end_kind(f"{name}, rank {self._rank}: {self._ended}")
             # nothing of this step is lost where that has to do with masked ranks alone

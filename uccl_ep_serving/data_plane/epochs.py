@@ -77,7 +77,7 @@ class Epochs:
         try:
             self._install(None)
         except BaseException as error:
-            self._tell(error)
+            self.tell(error)
             raise
 
     def rebuild(self, plan: LowLatencyPlan | None, objection: str, compile: Callable[[], object]) -> None:
@@ -146,7 +146,7 @@ class Epochs:
             what = f"rank {self._mesh.rank} could not rebuild its window: {type(named).__name__}: {named}".rstrip(": ")
             # an error that blames a peer says what to do: mask it
             self.watch.broken = what if isinstance(named, PeerError) else f"{what}. {REBUILD_GROUP}"
-            self._tell(error)
+            self.tell(error)
             if isinstance(named, UcclEpError):
                 self.watch.note(named)
             try:
@@ -156,7 +156,7 @@ class Epochs:
             finally:
                 del named  # this frame is in the traceback: a cycle would keep windows mapped
 
-    def _tell(self, error: BaseException) -> None:
+    def tell(self, error: BaseException) -> None:
         """Have the others hear what is wrong with this rank alone: not at their deadline, nor only that it is gone.
 
         Not told is what blames a peer, or is raised by every rank alike; nor of a connection, which has two ends.

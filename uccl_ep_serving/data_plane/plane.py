@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +39,8 @@ _log = logging.getLogger("uccl_ep_serving")
 _STOP_SECONDS = 2.0
 #: Seconds that a device has to finish what it was given, however little is left: an engine's longest kernels, and more.
 _DEVICE_SECONDS = 10.0
+#: And at the very least: a thread that waits for it has to start.
+_LEAST_SECONDS = 0.5
 _LENDING = "registering device windows with the NICs"
 #: While writes drain, lost peers are looked for this often.
 _WATCH_SECONDS = 0.05
@@ -63,7 +66,7 @@ class DataPlane:
         releases: called before the memory goes, by who has mapped it into a device.
         fence: words of the driver's flush that arrivals wait for.
         device_window: NICs use device memory for the windows.
-        hangs: a device has not finished in the time of a drain.
+        drains_since: when its last drain began, a ``time.monotonic()`` instant.
     """
 
     layout: WindowLayout
@@ -79,7 +82,7 @@ class DataPlane:
     releases: list[Callable[[], object]] = field(default_factory=list)
     fence: npt.NDArray[np.int64] | None = None
     device_window: bool = False
-    hangs: bool = False
+    drains_since: float = math.inf
 
     @property
     def routes(self) -> dict[int, str]:
@@ -236,16 +239,19 @@ class DataPlane:
         Raises:
             ProxyDied: nothing will move any more. TransportError: a device has failed.
         """
-        for finish in self.finishes:
-            if not finish(deadline + _STOP_SECONDS):
-                self.hangs = True
-                return False
+        self.drains_since = time.monotonic()
+        if not self.finishes_by(deadline + _STOP_SECONDS):
+            return False
         while self.service is not None and not self.service.drain(min(time.monotonic() + _WATCH_SECONDS, deadline)):
             for peer in liveness.lost_unmasked:
                 self.forget(peer)
             if time.monotonic() >= deadline:
                 return False
         return True
+
+    def finishes_by(self, deadline: float) -> bool:
+        """Wait for the devices; False where one is busy at ``deadline``. Raises TransportError: one has failed."""
+        return all(finish(deadline) for finish in self.finishes)
 
     def close(self, deadline: float) -> None:
         """Release waiting kernels, stop the proxies, close the endpoints, let go of the memory.
@@ -265,8 +271,10 @@ class DataPlane:
                     raise
                 _log.error("%s. They stay until this process ends", error)
                 return
+        # a drain has waited for devices before
         now = time.monotonic()
-        if self in _abandoned or not self._devices_finish(now if self.hangs else max(deadline, now + _DEVICE_SECONDS)):
+        enough = min(self.drains_since, now) + _DEVICE_SECONDS
+        if self in _abandoned or not self._devices_finish(max(deadline, enough, now + _LEAST_SECONDS)):
             return
         with contextlib.ExitStack() as steps:  # runs from the last to the first, each whatever becomes of the others
             for segment in self.segments:

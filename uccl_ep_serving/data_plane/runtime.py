@@ -25,7 +25,7 @@ from ..config import Settings, unknown_variables
 from ..control_plane.bootstrap import Exchange, introduce, refusing
 from ..control_plane.mesh import ControlMesh
 from ..control_plane.steps import CLOSE
-from ..errors import PeerError, UcclEpError, in_words
+from ..errors import PeerError, UcclEpError
 from ..native.failure import STICKY_ERROR
 from ..native.groups import load
 from ..protocol.layout import LowLatencyPlan, WindowLayout
@@ -125,7 +125,7 @@ class Runtime:
             try:
                 self._live = LiveServer(lambda: {**self.stats(), "calls": self.operations.latest()})
             except BaseException as error:
-                self.give_up(error)
+                self._epochs.tell(error)
                 raise
         except BaseException:
             self._teardown(time.monotonic() + 1.0)
@@ -427,10 +427,12 @@ class Runtime:
         finally:
             self._teardown(deadline)
 
-    def give_up(self, why: BaseException) -> None:
-        """Tell the others why this rank, which closes next, takes part in nothing: they raise that."""
-        self._liveness.fail(f"it could not open its Buffer: {in_words(why)}")
-        self._liveness.answer("opening")
+    def give_up(self, error: BaseException) -> None:
+        """Close, once the others have heard of an error of this rank's own."""
+        try:
+            self._epochs.tell(error)
+        finally:
+            self.close(0.0)
 
     def _take_leave(self, deadline: float) -> None:
         """Let what is under way arrive, and wait until nobody uses this rank's memory any more."""

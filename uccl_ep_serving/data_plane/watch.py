@@ -26,6 +26,8 @@ from .standing import WaitLog, state_of
 
 __all__ = ["PlaneWatch"]
 
+#: A device that has nothing to do says so within this time.
+_GLANCE_SECONDS = 0.05
 _log = logging.getLogger("uccl_ep_serving")
 
 
@@ -349,10 +351,12 @@ class PlaneWatch:
         if other != -1:
             # rule: control: the host releases kernels that wait for a peer which is in the other mode
             plane.space.fail(ctx.FAILURE_LAYOUT, other)
-        for peer in list(self.liveness.departed):
-            if self.liveness.has_fallen_silent(peer):
-                # whoever waits for it, which the host of a device does not know
-                plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
+        if gone := [peer for peer in list(self.liveness.departed) if self.liveness.has_fallen_silent(peer)]:
+            # A device that is busy may wait for one, which the host does not know. One that is not waits for nobody:
+            # all that it was given is complete. Of one that has failed the next call tells.
+            with contextlib.suppress(TransportError):
+                if not plane.finishes_by(time.monotonic() + _GLANCE_SECONDS):
+                    plane.space.fail(ctx.FAILURE_PEER_LOST, gone[0])
 
     @property
     def waits_for(self) -> Wait | None:

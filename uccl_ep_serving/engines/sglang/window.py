@@ -133,8 +133,7 @@ def fit(server_args: Any) -> Window | None:
         tokens = choose(steps, asked_tokens())
         if _prefills_through_window(cfg):
             tokens = max(tokens, _held_prefill(cfg))
-        else:
-            _check_warm_ups(cfg)
+        _check_warm_ups(cfg)
         tokens = whole_tiles(tokens, cfg.tp_size)
         chosen = Window(tokens, steps.requests(tokens))
         _log.info(
@@ -156,19 +155,19 @@ def _attention_ranks(cfg: Any) -> int:
 
 
 def _check_warm_ups(cfg: Any) -> None:
-    """Raise ConfigError for those that run decode steps of as many tokens as a prefill step has, where the window holds
-    those of decode."""
+    """Raise ConfigError for those that run decode steps of more tokens than the window holds: as many as a prefill step
+    has, or thousands for the products of a pipeline's stages."""
     environment = import_checked("sglang.srt.environ", "envs").envs
-    tuned = ["SGLANG_FLASHINFER_AUTOTUNE_EXTEND"]
-    if cfg.pp_size > 1 and not cfg.speculative_algorithm:
-        tuned.append("SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP")
-    for name in tuned:
+    larger = []
+    if not cfg.speculative_algorithm:  # else SGLang leaves both out
+        larger += [] if _prefills_through_window(cfg) else ["SGLANG_FLASHINFER_AUTOTUNE_EXTEND"]
+        larger += ["SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP"] if cfg.pp_size > 1 else []
+    for name in larger:
         variable = getattr(environment, name, None)
         if variable is not None and variable.get():
             raise ConfigError(
-                f"{name}=1 with --deepep-mode {cfg.deepep_mode}: SGLang would warm up with prefill's tokens through "
-                "the low-latency window, which holds those of a decode step. Next step: unset it, or --deepep-mode "
-                "normal"
+                f"{name}=1 with --deepep-mode {cfg.deepep_mode}: SGLang would warm up with more tokens than the "
+                "low-latency window holds. Next step: unset it, or --deepep-mode normal"
             )
 
 
