@@ -346,7 +346,7 @@ class PlaneWatch:
             plane.look_at_devices()
             if plane.space is not None:
                 self.waits.sample(self._pending_wait, (self.epoch, self.begun), plane.space.timeout)
-        if plane is None or not plane.finishes or plane.space is None:
+        if plane is None or not plane.finishes or plane.space is None or plane.space.failed:
             return
         if other != -1:
             # rule: control: the host releases kernels that wait for a peer which is in the other mode
