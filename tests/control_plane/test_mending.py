@@ -130,7 +130,7 @@ def test_in_the_middle_of_steps(nbytes: int, count: int, caplog: pytest.LogCaptu
 
         def cutter() -> None:
             dice = random.Random(1)
-            while not stop.wait(0.03):
+            while not stop.wait(0.08):
                 wires.relays[dice.randrange(3)].cut(dice.choice(["reset", "close", "near", "far"]))
 
         if exchange.rank == 0:
