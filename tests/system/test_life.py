@@ -83,19 +83,20 @@ def test_a_rank_that_leaves_alone_leaves_nothing_behind(ranks: Ranks, path: str,
     assert left == left_on_the_other == (0, 0)
 
 
-def left_on_a_device(exchange: StoreExchange, overrides: dict[str, Any], busy: bool) -> tuple[float, str]:
-    """Rank 1 leaves; the host of rank 0 waits for nothing, as where kernels on a device do. How long they would have
-    waited (at most 4 s where the device is not busy), and what the next call says."""
+def left_on_a_device(exchange: StoreExchange, overrides: dict[str, Any], further: bool) -> tuple[float, str]:
+    """Rank 1 leaves; the host of rank 0 waits for nothing, as where kernels on a device do, of a ``further`` operation
+    or of none. How long they would have waited (at most 4 s for none), and what the next call says."""
     buffer = bodies.opened(exchange, overrides)
     bodies.round_trip(buffer)
     if exchange.rank == 1:
         buffer.runtime.close(0.2)
         return 0.0, ""
     runtime, space = buffer.runtime, buffer.runtime.space
-    # busy, as with a kernel that waits
-    runtime.before_draining(lambda deadline: not busy or space.failed)
+    runtime.before_draining(lambda deadline: True)
+    if further:
+        runtime.begin_operation()
     started = time.monotonic()
-    while not space.failed and time.monotonic() < started + (20.0 if busy else 4.0):
+    while not space.failed and time.monotonic() < started + (20.0 if further else 4.0):
         time.sleep(0.01)
     waited, said = time.monotonic() - started, _told(runtime.check)
     buffer.destroy()
@@ -110,8 +111,8 @@ def test_kernels_on_a_device_do_not_wait_for_a_rank_that_has_left(ranks: Ranks, 
     assert "rank 1 is gone (it closed its Buffer)" in said
 
 
-def test_a_device_that_waits_for_nobody_is_not_told_of_a_rank_that_has_left(ranks: Ranks) -> None:
-    """All had arrived: a hook that is called late is right, and so is a check after the last replay."""
+def test_what_a_rank_that_has_left_has_begun_as_well_may_be_received(ranks: Ranks) -> None:
+    """All had arrived: a hook that is called late is right, and so is a check."""
     (waited, said), _ = ranks.run(2, left_on_a_device, PATHS["direct"], False)
     assert waited >= 4.0
     assert said == ""

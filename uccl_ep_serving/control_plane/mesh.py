@@ -431,9 +431,12 @@ class ControlMesh:
 
     # -- closing ------------------------------------------------------------------------------------------------
 
-    def goodbye(self) -> None:
-        """Tell every peer that this rank leaves in good order; from then on its silence is no error."""
+    def goodbye(self, doing: bytes = b"") -> None:
+        """Tell every peer that this rank leaves in good order, and ``doing``, which operations it has begun; from then
+        on its silence is no error."""
         for link in self._links.values():
+            if doing:
+                send_frame(link, DOING, body=doing)
             send_frame(link, GOODBYE)
 
     def close(self) -> None:

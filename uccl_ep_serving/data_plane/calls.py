@@ -11,6 +11,7 @@ reaches ranks whose hosts wait for no operation, as those of GPUs.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -132,11 +133,22 @@ class Calls:
         else:
             peers = {peer for peer, theirs in self._heard.items() if mine.differs_at(theirs)} - self._answered
             self._answered |= peers
-        if peers:
-            modes = mine.modes.to_bytes(_REMEMBERED // 8, "little")
-            said = _Told(mine.epoch, mine.begun, modes, mine.combines, mine.dispatches)
-            for peer in sorted(peers):
-                self._mesh.tell_doing(peer, msgspec.msgpack.encode(said))
+        for peer in sorted(peers):
+            self._mesh.tell_doing(peer, self.words)
+
+    @property
+    def words(self) -> bytes:
+        """What this rank has begun, for a peer."""
+        mine = self._mine
+        modes = mine.modes.to_bytes(_REMEMBERED // 8, "little")
+        return msgspec.msgpack.encode(_Told(mine.epoch, mine.begun, modes, mine.combines, mine.dispatches))
+
+    def most_begun(self, peer: int, epoch: int) -> int:
+        """How many operations of ``epoch`` ``peer``, which has left, has begun, as it said last."""
+        heard = self._heard.get(peer)
+        if heard is None:
+            return sys.maxsize
+        return heard.begun if heard.epoch == epoch else 0
 
     def _hear(self, peer: int, payload: bytes) -> None:
         """What ``peer`` says. Raises ValueError when it is nothing."""

@@ -66,7 +66,7 @@ class DataPlane:
         releases: called before the memory goes, by who has mapped it into a device.
         fence: words of the driver's flush that arrivals wait for.
         device_window: NICs use device memory for the windows.
-        drains_since: when its last drain began, a ``time.monotonic()`` instant.
+        drains_since: since when a drain has waited for devices, in vain where it has ended; infinity else.
     """
 
     layout: WindowLayout
@@ -240,18 +240,15 @@ class DataPlane:
             ProxyDied: nothing will move any more. TransportError: a device has failed.
         """
         self.drains_since = time.monotonic()
-        if not self.finishes_by(deadline + _STOP_SECONDS):
+        if not all(finish(deadline + _STOP_SECONDS) for finish in self.finishes):
             return False
+        self.drains_since = math.inf
         while self.service is not None and not self.service.drain(min(time.monotonic() + _WATCH_SECONDS, deadline)):
             for peer in liveness.lost_unmasked:
                 self.forget(peer)
             if time.monotonic() >= deadline:
                 return False
         return True
-
-    def finishes_by(self, deadline: float) -> bool:
-        """Wait for the devices; False where one is busy at ``deadline``. Raises TransportError: one has failed."""
-        return all(finish(deadline) for finish in self.finishes)
 
     def close(self, deadline: float) -> None:
         """Release waiting kernels, stop the proxies, close the endpoints, let go of the memory.
@@ -271,7 +268,7 @@ class DataPlane:
                     raise
                 _log.error("%s. They stay until this process ends", error)
                 return
-        # a drain has waited for devices before
+        # a drain may have waited for them, in vain
         now = time.monotonic()
         enough = min(self.drains_since, now) + _DEVICE_SECONDS
         if self in _abandoned or not self._devices_finish(max(deadline, enough, now + _LEAST_SECONDS)):

@@ -428,7 +428,7 @@ class Runtime:
             self._teardown(deadline)
 
     def give_up(self, error: BaseException) -> None:
-        """Close, once the others have heard of an error of this rank's own."""
+        """Close, once the others have heard of ``error``, unless it is one that all raise alike, a ConfigError."""
         try:
             self._epochs.tell(error)
         finally:
@@ -468,4 +468,4 @@ class Runtime:
             steps.callback(self._mesh.close)
             if plane is not None:
                 steps.callback(plane.close, deadline)
-            steps.callback(self._mesh.goodbye)
+            steps.callback(self._mesh.goodbye, self._watch.last_words)

@@ -26,8 +26,6 @@ from .standing import WaitLog, state_of
 
 __all__ = ["PlaneWatch"]
 
-#: A device that has nothing to do says so within this time.
-_GLANCE_SECONDS = 0.05
 _log = logging.getLogger("uccl_ep_serving")
 
 
@@ -89,6 +87,11 @@ class PlaneWatch:
         mesh.liveness.waits_for = self._waits_for
         mesh.liveness.leaves = self._leaves
         mesh.liveness.on_trouble = self._on_trouble
+
+    @property
+    def last_words(self) -> bytes:
+        """What this rank has begun, for those that it leaves."""
+        return self._calls.words
 
     def begin(self, plan: LowLatencyPlan | None, combines: bool) -> None:
         """This rank begins an operation; ``plan``: of one of low latency, which ``combines`` or dispatches."""
@@ -351,12 +354,11 @@ class PlaneWatch:
         if other != -1:
             # rule: control: the host releases kernels that wait for a peer which is in the other mode
             plane.space.fail(ctx.FAILURE_LAYOUT, other)
-        if gone := [peer for peer in list(self.liveness.departed) if self.liveness.has_fallen_silent(peer)]:
-            # A device that is busy may wait for one, which the host does not know. One that is not waits for nobody:
-            # all that it was given is complete. Of one that has failed the next call tells.
-            with contextlib.suppress(TransportError):
-                if not plane.finishes_by(time.monotonic() + _GLANCE_SECONDS):
-                    plane.space.fail(ctx.FAILURE_PEER_LOST, gone[0])
+        for peer in list(self.liveness.departed):
+            # What both have begun may be complete, and received later: an operation that the peer has not begun ends
+            # never, and the host of a device does not know for whom that waits. Replayed graphs begin nothing.
+            if self.liveness.has_fallen_silent(peer) and self.begun > self._calls.most_begun(peer, self.epoch):
+                plane.space.fail(ctx.FAILURE_PEER_LOST, peer)
 
     @property
     def waits_for(self) -> Wait | None:

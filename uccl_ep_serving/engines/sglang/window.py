@@ -159,7 +159,8 @@ def _check_warm_ups(cfg: Any) -> None:
     has, or thousands for the products of a pipeline's stages."""
     environment = import_checked("sglang.srt.environ", "envs").envs
     larger = []
-    if not cfg.speculative_algorithm:  # else SGLang leaves both out
+    # where SGLang drafts it leaves them out, but for prefill servers, which have another mode or a window for prefill
+    if not cfg.speculative_algorithm:
         larger += [] if _prefills_through_window(cfg) else ["SGLANG_FLASHINFER_AUTOTUNE_EXTEND"]
         larger += ["SGLANG_PP_PARALLEL_DEEPGEMM_WARMUP"] if cfg.pp_size > 1 else []
     for name in larger:
