@@ -235,7 +235,7 @@ def test_a_rank_that_dies_while_others_connect_is_named_soon(kind: str, monkeypa
     goodbye = ControlMesh.goodbye
     monkeypatch.setattr(endpoint, "connect", dying)
     monkeypatch.setattr(connection, name, slow)
-    monkeypatch.setattr(ControlMesh, "goodbye", lambda mesh: None if mesh.rank == 2 else goodbye(mesh))
+    monkeypatch.setattr(ControlMesh, "goodbye", lambda mesh, doing: None if mesh.rank == 2 else goodbye(mesh, doing))
     settings = replace(FORCED, transport=kind, connect_timeout=30.0)
     failed: dict[int, BaseException] = {}
     with install(network, monkeypatch, topology, kind) as here:
