@@ -184,12 +184,11 @@ def _end_peers(context: int) -> None:
 
 def _post(context: int, peer: int, stream: int, local: int, target: int, nbytes: int, imm: int, wr_id: int) -> int:
     standing = peek(tcp.peer_record(context, peer) + 8 * tcp.STANDING)
-    # its end is queued behind what others sent: a failure here would be this rank's
-    told = peek(context + 8 * tcp.EVENTS_HEAD) == peek(context + 8 * tcp.EVENTS_TAIL)
-    if standing == tcp.ENDING_PEER or (standing == tcp.CLOSED and not told):
-        return BUSY
     if standing != tcp.PRESENT:
-        return -_ENOTCONN
+        # its end may be queued behind what others sent: a failure here would be this rank's
+        told = peek(context + 8 * tcp.EVENTS_HEAD) == peek(context + 8 * tcp.EVENTS_TAIL)
+        ends = standing == tcp.ENDING_PEER or (standing == tcp.CLOSED and not told)
+        return BUSY if ends else -_ENOTCONN
     if nbytes < 0 or nbytes > MAX_WRITE_BYTES or target < 0:
         return -_EINVAL
     if target > peek(context + 8 * tcp.WINDOW_BYTES) - nbytes:

@@ -442,14 +442,15 @@ class ControlMesh:
     def close(self) -> None:
         """Stop reading and close all connections; a gather in another thread ends. May be called twice."""
         self._flush()
+        interrupted = self._interrupted()
         self._closing = True
         self.steps.end()
         self.liveness.end()
         if self._reader is not None and self._reader is not threading.current_thread():
             self._wake_reader()
             # which may wait for a lock of the frame that this thread has interrupted
-            self._reader.join(0.1 if self._interrupted() else 5.0)
-        for outbox in self._interrupted():
+            self._reader.join(0.1 if interrupted else 5.0)
+        for outbox in interrupted:
             outbox.break_off()  # its end must be a reset: the peer has not heard all
         self.abandon()
 

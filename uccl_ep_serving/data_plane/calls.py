@@ -76,6 +76,12 @@ class _Begun(NamedTuple):
         )
 
     @property
+    def words(self) -> bytes:
+        """The same for a peer."""
+        modes = self.modes.to_bytes(_REMEMBERED // 8, "little")
+        return msgspec.msgpack.encode(_Told(self.epoch, self.begun, modes, self.combines, self.dispatches))
+
+    @property
     def low_latency(self) -> str:
         """How many operations of low latency, in words."""
         return f"{self.dispatches} low-latency dispatches and {self.combines} combines"
@@ -133,15 +139,14 @@ class Calls:
         else:
             peers = {peer for peer, theirs in self._heard.items() if mine.differs_at(theirs)} - self._answered
             self._answered |= peers
+        words = mine.words if peers else b""
         for peer in sorted(peers):
-            self._mesh.tell_doing(peer, self.words)
+            self._mesh.tell_doing(peer, words)
 
     @property
     def words(self) -> bytes:
         """What this rank has begun, for a peer."""
-        mine = self._mine
-        modes = mine.modes.to_bytes(_REMEMBERED // 8, "little")
-        return msgspec.msgpack.encode(_Told(mine.epoch, mine.begun, modes, mine.combines, mine.dispatches))
+        return self._mine.words
 
     def most_begun(self, peer: int, epoch: int) -> int:
         """How many operations of ``epoch`` ``peer``, which has left, has begun, as it said last."""
